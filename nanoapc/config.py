@@ -1,0 +1,111 @@
+"""EngineConfig: every knob of the engine, its default and its check.
+
+Invariant: an EngineConfig that exists is valid in itself; what depends on the model (lengths, memory) is settled by
+`LLM` when the model is known. Unknown names are an error that suggests the nearest known one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+from dataclasses import dataclass
+from typing import Any
+
+HASH_ALGORITHMS = ("xxhash", "xxhash_cbor", "sha256", "sha256_cbor")
+SCHEDULE_POLICIES = ("prefix", "fcfs")
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "dummy")
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """The arguments of `LLM`, as vLLM names them.
+
+    model: a directory, or a name on the Hugging Face hub.
+    tokenizer: the same for the tokenizer; None takes the model's.
+    dtype: of weights and KV cache; "auto" keeps the checkpoint's.
+    device: "auto" (CUDA if there is one), "cpu", "cuda", "cuda:1".
+    seed: the root of all random draws of requests that bring no seed of their own.
+    max_model_len: tokens a sequence may hold, prompt and output; None takes the model's limit.
+    max_num_seqs: sequences that run at once, at most.
+    max_num_batched_tokens: the token budget of a step; None: 2048 on the CPU, 8192 on CUDA.
+    block_size: tokens a KV block.
+    num_kv_blocks: size of the KV cache in blocks; None: from kv_cache_memory.
+    kv_cache_memory: size of the KV cache in bytes; None: a share of what is free (see `memory.py`).
+    gpu_memory_utilization: share of a GPU's memory that this process may use.
+    enable_prefix_caching: reuse the KV of equal prefixes, within a call and between calls.
+    prefix_caching_hash_algo: how a block's key is made (see `engine/block_hash.py`).
+    schedule_policy: "prefix" runs a batch in the order of its prefix tree, "fcfs" in the order given.
+    enable_forest_attention: read a shared prefix once for all rows that share it.
+    enforce_eager: no CUDA graphs.
+    load_format: "auto" reads the weights, "dummy" makes random ones (only config.json is needed).
+    trust_remote_code: let the tokenizer run code from its directory.
+    skip_tokenizer_init: no tokenizer at all: prompts and outputs are token ids.
+    """
+
+    model: str
+    tokenizer: str | None = None
+    dtype: str = "auto"
+    device: str = "auto"
+    seed: int = 0
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int | None = None
+    block_size: int = 16
+    num_kv_blocks: int | None = None
+    kv_cache_memory: int | None = None
+    gpu_memory_utilization: float = 0.9
+    enable_prefix_caching: bool = True
+    prefix_caching_hash_algo: str = "xxhash"
+    schedule_policy: str = "prefix"
+    enable_forest_attention: bool = True
+    enforce_eager: bool = False
+    load_format: str = "auto"
+    trust_remote_code: bool = False
+    skip_tokenizer_init: bool = False
+
+    @classmethod
+    def from_arguments(cls, model: str | os.PathLike[str], **arguments: Any) -> EngineConfig:
+        """Checks the names and the values; ValueError names the argument, the value and what is allowed."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in arguments:
+            if name not in known:
+                near = difflib.get_close_matches(name, sorted(known), n=1)
+                hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(sorted(known))}"
+                raise ValueError(f"LLM got an unknown argument {name!r}; {hint}")
+        if arguments.get("dtype") is not None and not isinstance(arguments["dtype"], str):
+            arguments["dtype"] = str(arguments["dtype"]).removeprefix("torch.")
+        return cls(model=os.fspath(model), **arguments)
+
+    def __post_init__(self) -> None:
+        self._check_choice("dtype", DTYPES)
+        self._check_choice("prefix_caching_hash_algo", HASH_ALGORITHMS)
+        self._check_choice("schedule_policy", SCHEDULE_POLICIES)
+        self._check_choice("load_format", LOAD_FORMATS)
+        for name in ("max_num_seqs", "block_size"):
+            self._check_int(name, optional=False)
+        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory"):
+            self._check_int(name, optional=True)
+        self._check_int("seed", optional=False, least=-(2**63), most=2**64 - 1)
+        for field in dataclasses.fields(self):
+            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
+                raise ValueError(f"{field.name} must be True or False, not {getattr(self, field.name)!r}")
+        utilization = self.gpu_memory_utilization
+        if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
+            raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {utilization!r}")
+        if not self.model:
+            raise ValueError("model is empty; give a model directory or a hub name such as 'Qwen/Qwen3-0.6B'")
+
+    def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices:
+            raise ValueError(f"{name} must be one of {', '.join(choices)}, not {value!r}")
+
+    def _check_int(self, name: str, optional: bool, least: int = 1, most: int = 2**62) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            kind = "a positive whole number" if least == 1 else "a whole number of at most 64 bits"
+            raise ValueError(f"{name} must be {kind}{' or None' if optional else ''}, not {value!r}")

@@ -1,0 +1,208 @@
+"""BlockManager: all that the scheduler may ask about blocks - match, admit, grow, index, free.
+
+The order is match -> token budget -> admit. `match` changes nothing; what it found is what `admit` takes, so there
+is one source of truth for how many tokens a sequence has to compute.
+
+    tokens    |-- block 0 --|-- block 1 --|-- block 2 --|-- 3 ...
+    match     |  shared     |  shared     |  copied|  to compute
+                                            ^ sub-block hit: the cached sibling that agrees longest is copied
+                                              (copy on write) into a fresh block, the rest of it is computed
+
+At least one token is always computed, because its logits are needed. When whole blocks cover everything, the last
+token is computed again: its query reads the cached K/V and its own K/V is not written (slot -1).
+
+A block is indexed when it is allocated to be filled in this step ("pending"), so that a later sequence of the SAME
+step can share it. This is sound because each layer writes K/V before it attends. If the step does not run
+after all, `withdraw` takes the pending entries back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from nanoapc.engine.block_hash import BlockHasher, encode_tokens
+from nanoapc.engine.block_pool import Block, BlockPool, Prefix
+from nanoapc.engine.sequence import Sequence
+
+TOKEN_BYTES = 4
+
+
+@dataclass(frozen=True)
+class Match:
+    """What the cache has for a sequence.
+
+    shared: blocks that can be used as they are.
+    copy: (source block, tokens to copy from it) for the block after them, or None.
+    num_cached_tokens: tokens that need not be computed.
+    """
+
+    shared: list[Block] = field(default_factory=list)
+    copy: tuple[Block, int] | None = None
+    num_cached_tokens: int = 0
+
+
+class BlockManager:
+    """Blocks of one engine.
+
+    Attributes:
+        pool: the physical blocks.
+        step: number of the current step; the scheduler advances it with `begin_step`.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, hasher: BlockHasher, enable_caching: bool = True):
+        self.block_size = block_size
+        self.hasher = hasher
+        self.enable_caching = enable_caching
+        self.pool = BlockPool(num_blocks, hasher.root)
+        self.step = 0
+        self._pending: list[Block] = []
+        self._pinned: list[Block] = []
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be taken now."""
+        return self.pool.num_free_blocks
+
+    # -- a sequence waits --------------------------------------------------------------------------------
+
+    def enqueue(self, seq: Sequence) -> None:
+        """Hashes what is known of a sequence that begins to wait, and spares what it will use."""
+        if self.enable_caching:
+            self._extend_keys(seq, seq.all_tokens())
+            if seq.reads_cache:
+                self.pool.want(seq.keys)
+
+    def dequeue(self, seq: Sequence) -> None:
+        """It waits no longer."""
+        if self.enable_caching and seq.reads_cache:
+            self.pool.unwant(seq.keys)
+
+    def _extend_keys(self, seq: Sequence, tokens: np.ndarray) -> None:
+        """Labels and keys of the full blocks of `tokens` that seq has none for; known ones are never recomputed."""
+        first, end = len(seq.keys), len(tokens) // self.block_size
+        if first >= end:
+            return
+        size = self.block_size * TOKEN_BYTES
+        data = encode_tokens(tokens[first * self.block_size : end * self.block_size])
+        blocks = [data[start : start + size] for start in range(0, len(data), size)]
+        parent, extra = (seq.keys[-1], b"") if first else (self.hasher.root, seq.extra)
+        seq.keys += self.hasher.keys(parent, extra, blocks)
+        blocks[0] = extra + blocks[0]
+        seq.labels += blocks
+
+    # -- match -> admit ----------------------------------------------------------------------------------
+
+    def match(self, seq: Sequence) -> Match:
+        """What a waiting sequence would find in the cache now. Changes nothing."""
+        if not self.enable_caching or not seq.reads_cache:
+            return Match()
+        num_tokens = seq.num_tokens
+        shared: list[Block] = []
+        prefix = self.pool.root
+        find = self.pool.find
+        for key, label in zip(seq.keys, seq.labels, strict=True):
+            found = find(prefix, key, label)
+            if found is None or not found.blocks:
+                break
+            shared.append(found.blocks[0])
+            prefix = found
+        num_cached = len(shared) * self.block_size
+        if num_cached >= num_tokens:
+            return Match(shared, None, num_tokens - 1)
+        copy = self._sub_block_hit(seq, prefix, len(shared))
+        return Match(shared, copy, num_cached + (copy[1] if copy else 0))
+
+    def _sub_block_hit(self, seq: Sequence, parent: Prefix, num_shared: int) -> tuple[Block, int] | None:
+        start = num_shared * self.block_size
+        extra = b"" if num_shared else seq.extra
+        tokens = seq.all_tokens()[start : start + self.block_size]
+        # A partial last block is padded with an id that no vocabulary has: it sorts after its longest agreement.
+        label = extra + encode_tokens(tokens) + b"\xff" * (TOKEN_BYTES * (self.block_size - len(tokens)))
+        found = self.pool.closest_child(parent, label, self.step)
+        if found is None:
+            return None
+        block, num_bytes = found
+        num_tokens = min((num_bytes - len(extra)) // TOKEN_BYTES, seq.num_tokens - 1 - start)
+        return (block, num_tokens) if num_tokens > 0 else None
+
+    def blocks_needed(self, seq: Sequence, match: Match) -> int:
+        """Free blocks that admission takes: new ones, and idle ones that were hit (they are free, too)."""
+        idle = sum(block.queue is not None for block in match.shared)
+        if match.copy is not None:
+            idle += match.copy[0].queue is not None
+        return -(-seq.num_tokens // self.block_size) - len(match.shared) + idle
+
+    def without_copy(self, match: Match) -> Match:
+        """The match without its sub-block hit (whose source would have to be kept for this step)."""
+        return Match(match.shared, None, len(match.shared) * self.block_size) if match.copy else match
+
+    def admit(self, seq: Sequence, match: Match) -> tuple[int, int, int] | None:
+        """Gives the sequence blocks for all its tokens: shared, copied, fresh.
+
+        Returns the copy (source block id, destination block id, tokens) to run before the forward, or None.
+        The source is kept until the step has ended, so nobody overwrites it before it is read.
+        """
+        for block in match.shared:
+            self.pool.touch(block)
+        seq.blocks = list(match.shared)
+        seq.num_indexed_blocks = len(match.shared)
+        if match.copy is not None:
+            self.pool.touch(match.copy[0])
+            self._pinned.append(match.copy[0])
+        self.grow(seq, -(-seq.num_tokens // self.block_size) - len(match.shared))
+        if match.copy is None:
+            return None
+        return match.copy[0].block_id, seq.blocks[len(match.shared)].block_id, match.copy[1]
+
+    def grow(self, seq: Sequence, num_blocks: int) -> None:
+        """Appends fresh blocks to the block table; the caller has made sure that they are free."""
+        seq.blocks += self.pool.take(num_blocks)
+
+    def index_blocks(self, seq: Sequence, tokens: np.ndarray, num_computed_tokens: int) -> None:
+        """Indexes the blocks that are full once `num_computed_tokens` tokens are computed in this step."""
+        end = num_computed_tokens // self.block_size
+        if not self.enable_caching or end <= seq.num_indexed_blocks:
+            return
+        if len(seq.keys) < end:
+            self._extend_keys(seq, tokens[: end * self.block_size])
+        first = seq.num_indexed_blocks
+        before = seq.blocks[first - 1].prefix if first else self.pool.root
+        put, step = self.pool.put, self.step
+        for i in range(first, end):
+            assert before is not None, "a block before an indexed one has lost its prefix"
+            before = put(seq.blocks[i], before, seq.keys[i], seq.labels[i], step)
+        self._pending.extend(seq.blocks[first:end])
+        seq.num_indexed_blocks = end
+
+    # -- the end of a step -------------------------------------------------------------------------------
+
+    def begin_step(self) -> None:
+        """A new step: what was pending is computed now."""
+        self.step += 1
+        self._pending.clear()
+
+    def end_step(self) -> None:
+        """The step has run: its copies are done, their sources need no keeping."""
+        for block in self._pinned:
+            self.pool.release(block)
+        self._pinned.clear()
+
+    def withdraw(self) -> None:
+        """The step has not run: what it should have filled holds nothing."""
+        for block in self._pending:
+            self.pool.unindex(block)
+        self._pending.clear()
+        self.end_step()
+
+    def free(self, seq: Sequence) -> None:
+        """Gives the sequence's blocks back, last one first: the deepest prefix is the least likely to be used."""
+        for block in reversed(seq.blocks):
+            self.pool.release(block)
+        seq.blocks = []
+        seq.num_indexed_blocks = 0
+
+    def reset(self) -> bool:
+        """Forgets all cached content; False (and nothing changes) while sequences hold blocks."""
+        return self.pool.clear()

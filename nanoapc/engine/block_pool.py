@@ -1,0 +1,360 @@
+"""BlockPool: the physical KV blocks, the index of what they hold, and the order of eviction.
+
+Every block is in exactly one state:
+
+    free, no prefix    in a queue,        ref_count == 0, prefix is None
+    cached             in a queue,        ref_count == 0, prefix set: can be found until it is evicted
+    in use             in no queue,       ref_count >= 1, prefix set once the block is full
+
+What a block holds is a `Prefix`: its tokens, its extra keys and the Prefix before it. Equal content is ONE
+Prefix (interned), so "the same prefix" is identity all the way to the root, and a hash collision costs a look at
+two candidates, never a wrong answer. Several blocks may hold the same Prefix; evicting one never hides another.
+A Prefix lives while a block holds it or a child refers to it, so a recomputed parent finds its cached children.
+
+    root -- [the cat sat on] -- [the mat . It]      <- Prefix, label = extra keys + tokens
+        \\__ [the cat ran to] -- [...]
+                 |  |
+              block 7, block 12                     <- blocks that hold it
+
+Eviction takes the head of the free queue; blocks that waiting sequences want are in a queue of their own, which
+is used last. Source: vLLM, "Automatic Prefix Caching" (design document), which keeps no Prefix (it trusts the
+key), appends blocks without a key to the tail, and does not know what waits.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort_left
+from collections.abc import Iterator
+from operator import attrgetter
+
+import numpy as np
+
+NEVER = -1
+_label = attrgetter("label")
+
+
+class Prefix:
+    """The content of a full block together with everything before it.
+
+    label: encoded extra keys + tokens of the block; what tells siblings apart.
+    key: the block key that the index files it under; same_key: the next Prefix there (after a collision).
+    blocks: the blocks that hold it now.
+    num_children: interned children, cached or not.
+    cached: the children that a block holds, sorted by label; None before the first.
+    """
+
+    __slots__ = ("parent", "label", "key", "same_key", "blocks", "num_children", "cached")
+
+    def __init__(self, parent: Prefix | None, label: bytes, key: bytes):
+        self.parent = parent
+        self.label = label
+        self.key = key
+        self.same_key: Prefix | None = None
+        self.blocks: list[Block] = []
+        self.num_children = 0
+        self.cached: list[Prefix] | None = None
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether no child of it is cached."""
+        return not self.cached
+
+
+class Block:
+    """A physical block. `filled_step`: the step that fills (or filled) it once it has a prefix."""
+
+    __slots__ = ("block_id", "ref_count", "prefix", "filled_step", "queue", "previous", "next")
+
+    def __init__(self, block_id: int):
+        self.block_id = block_id
+        self.ref_count = 0
+        self.prefix: Prefix | None = None
+        self.filled_step = NEVER
+        self.queue: FreeBlockQueue | None = None
+        self.previous: Block = self
+        self.next: Block = self
+
+    def __repr__(self) -> str:
+        return f"Block({self.block_id}, ref_count={self.ref_count}, cached={self.prefix is not None})"
+
+
+class FreeBlockQueue:
+    """A doubly linked list through the blocks themselves: O(1) removal from the middle, no allocation.
+
+    A sentinel closes the ring: sentinel.next is the head, sentinel.previous the tail.
+    """
+
+    def __init__(self) -> None:
+        self._sentinel = Block(-1)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __iter__(self) -> Iterator[Block]:
+        block = self._sentinel.next
+        while block is not self._sentinel:
+            yield block
+            block = block.next
+
+    def _insert(self, block: Block, before: Block) -> None:
+        last = before.previous
+        last.next = before.previous = block
+        block.previous, block.next = last, before
+        block.queue = self
+        self._length += 1
+
+    def append(self, block: Block) -> None:
+        """To the tail: evicted last."""
+        self._insert(block, self._sentinel)
+
+    def append_left(self, block: Block) -> None:
+        """To the head: taken next."""
+        self._insert(block, self._sentinel.next)
+
+    def remove(self, block: Block) -> None:
+        """From wherever it is."""
+        block.previous.next, block.next.previous = block.next, block.previous
+        block.previous = block.next = block
+        block.queue = None
+        self._length -= 1
+
+    def pop_left(self, num_blocks: int) -> list[Block]:
+        """The first blocks, from the head on; there must be so many."""
+        blocks = []
+        block = self._sentinel.next
+        for _ in range(num_blocks):
+            blocks.append(block)
+            following = block.next
+            block.previous = block.next = block
+            block.queue = None
+            block = following
+        self._sentinel.next, block.previous = block, self._sentinel
+        self._length -= num_blocks
+        return blocks
+
+
+class BlockPool:
+    """All blocks, the free queues and the index.
+
+    Attributes:
+        root: the Prefix of nothing, parent of all first blocks.
+        index: key -> the Prefix filed under it (a chain through `same_key` when keys collide).
+        wanted: key -> how many waiting sequences would use a block with this key.
+        num_evictions, num_wanted_evictions: since the start.
+    """
+
+    def __init__(self, num_blocks: int, root_key: bytes = b""):
+        self.blocks = [Block(block_id) for block_id in range(num_blocks)]
+        self.free = FreeBlockQueue()
+        self.spared = FreeBlockQueue()
+        for block in self.blocks:
+            self.free.append(block)
+        self.root = Prefix(None, b"", root_key)
+        self.index: dict[bytes, Prefix] = {}
+        self.wanted: dict[bytes, int] = {}
+        self.num_evictions = 0
+        self.num_wanted_evictions = 0
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that can be taken now: free ones and cached ones that nobody uses."""
+        return len(self.free) + len(self.spared)
+
+    # -- finding -----------------------------------------------------------------------------------------
+
+    def find(self, parent: Prefix, key: bytes, label: bytes) -> Prefix | None:
+        """The interned Prefix with exactly this content, or None. The key only finds candidates."""
+        prefix = self.index.get(key)
+        while prefix is not None and (prefix.parent is not parent or prefix.label != label):
+            prefix = prefix.same_key
+        return prefix
+
+    def closest_child(self, parent: Prefix, label: bytes, step: int) -> tuple[Block, int] | None:
+        """The cached child of `parent` that agrees with `label` longest, and the number of bytes in common.
+
+        Children are sorted, so the longest agreement is with a neighbour of where `label` would stand. Blocks
+        that are filled in this very step are no use as a source and are passed over.
+        """
+        siblings = parent.cached or []
+        at = bisect_left(siblings, label, key=_label)
+        best: tuple[Block, int] | None = None
+        for child in siblings[max(at - 1, 0) : at + 1]:
+            length = _common_prefix(child.label, label) if len(child.label) == len(label) else 0
+            block = next((b for b in child.blocks if b.filled_step < step), None)
+            if block is not None and (best is None or length > best[1]):
+                best = block, length
+        return best
+
+    # -- taking and giving back --------------------------------------------------------------------------
+
+    def take(self, num_blocks: int) -> list[Block]:
+        """The next free blocks, evicted from the index if they were cached; their ref_count becomes 1."""
+        num_plain = min(num_blocks, len(self.free))
+        blocks = self.free.pop_left(num_plain) + self.spared.pop_left(num_blocks - num_plain)
+        for block in blocks:
+            block.ref_count = 1
+            if block.prefix is not None:
+                self.num_evictions += 1
+                self.num_wanted_evictions += block.prefix.key in self.wanted
+                self.unindex(block)
+        return blocks
+
+    def touch(self, block: Block) -> None:
+        """One more user of a block that holds a prefix."""
+        if block.queue is not None:
+            block.queue.remove(block)
+        block.ref_count += 1
+
+    def release(self, block: Block) -> None:
+        """One user less. The last one puts it into a queue: cached blocks to the tail, others to the head."""
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self._enqueue(block)
+
+    def _enqueue(self, block: Block) -> None:
+        if block.prefix is None:
+            self.free.append_left(block)
+        elif block.prefix.key in self.wanted:
+            self.spared.append(block)
+        else:
+            self.free.append(block)
+
+    # -- the index ---------------------------------------------------------------------------------------
+
+    def put(self, block: Block, parent: Prefix, key: bytes, label: bytes, step: int) -> Prefix:
+        """Files a block that is full (or filled in `step`) under its content; returns the interned Prefix."""
+        prefix = self.find(parent, key, label)
+        if prefix is None:
+            prefix = Prefix(parent, label, key)
+            prefix.same_key = self.index.get(key)
+            self.index[key] = prefix
+            parent.num_children += 1
+        if not prefix.blocks:
+            if parent.cached:
+                insort_left(parent.cached, prefix, key=_label)
+            else:
+                parent.cached = [prefix]
+        prefix.blocks.append(block)
+        block.prefix = prefix
+        block.filled_step = step
+        return prefix
+
+    def unindex(self, block: Block) -> None:
+        """Takes a block out of the index; its Prefix goes too unless another block or a child keeps it."""
+        prefix = block.prefix
+        if prefix is None:
+            return
+        block.prefix, block.filled_step = None, NEVER
+        prefix.blocks.remove(block)
+        if not prefix.blocks and prefix.parent is not None and prefix.parent.cached:
+            siblings = prefix.parent.cached
+            del siblings[bisect_left(siblings, prefix.label, key=_label)]
+        self._forget(prefix)
+
+    def _forget(self, prefix: Prefix) -> None:
+        """Drops a Prefix that nothing refers to, and then perhaps its parents."""
+        while prefix.parent is not None and not prefix.blocks and not prefix.num_children:
+            self._unfile(prefix)
+            prefix.parent.num_children -= 1
+            prefix = prefix.parent
+
+    def _unfile(self, prefix: Prefix) -> None:
+        before = self.index[prefix.key]
+        if before is not prefix:
+            while before.same_key is not prefix:
+                assert before.same_key is not None, "a prefix is not in its chain"
+                before = before.same_key
+            before.same_key = prefix.same_key
+        elif prefix.same_key is not None:
+            self.index[prefix.key] = prefix.same_key
+        else:
+            del self.index[prefix.key]
+
+    def clear(self) -> bool:
+        """Forgets all content; False (and nothing changes) while a block is in use."""
+        if self.num_free_blocks < len(self.blocks):
+            return False
+        for block in self.blocks:
+            if block.prefix is not None:
+                self.unindex(block)
+                if block.queue is self.spared:
+                    self.spared.remove(block)
+                    self.free.append(block)
+        return True
+
+    # -- what waiting sequences want ---------------------------------------------------------------------
+
+    def want(self, keys: list[bytes]) -> None:
+        """A waiting sequence has these keys: their idle blocks are evicted last from now on."""
+        for key in keys:
+            count = self.wanted.get(key, 0)
+            self.wanted[key] = count + 1
+            if count == 0:
+                self._requeue(key)
+
+    def unwant(self, keys: list[bytes]) -> None:
+        """The sequence does not wait any more."""
+        for key in keys:
+            count = self.wanted.pop(key) - 1
+            if count:
+                self.wanted[key] = count
+            else:
+                self._requeue(key)
+
+    def _requeue(self, key: bytes) -> None:
+        for prefix in self._chain(self.index.get(key)):
+            for block in prefix.blocks:
+                if block.queue is not None:
+                    block.queue.remove(block)
+                    self._enqueue(block)
+
+    # -- looking in --------------------------------------------------------------------------------------
+
+    def prefixes(self) -> Iterator[Prefix]:
+        """All interned Prefixes."""
+        for first in self.index.values():
+            yield from self._chain(first)
+
+    def _chain(self, prefix: Prefix | None) -> Iterator[Prefix]:
+        while prefix is not None:
+            yield prefix
+            prefix = prefix.same_key
+
+    def check_invariants(self, tables: list[list[Block]]) -> None:
+        """Raises AssertionError unless pool, queues, index and the given block tables agree (for tests)."""
+        queued = list(self.free) + list(self.spared)
+        assert len(queued) == len(set(map(id, queued))) == self.num_free_blocks, "a block is queued twice"
+        for queue in (self.free, self.spared):
+            assert all(b.queue is queue and b.next.previous is b and b.previous.next is b for b in queue)
+        references = np.zeros(len(self.blocks), int)
+        for table in tables:
+            for block in table:
+                references[block.block_id] += 1
+        for block in self.blocks:
+            assert block.ref_count == references[block.block_id], f"{block} is used {references[block.block_id]} times"
+            assert (block.queue is None) == (block.ref_count > 0), f"{block} is in use and free"
+            if block.prefix is not None:
+                assert any(b is block for b in block.prefix.blocks), f"{block} is not where its prefix looks"
+                spared = block.prefix.key in self.wanted
+                assert block.queue is None or (block.queue is self.spared) == spared, f"{block} in the wrong queue"
+        children: dict[int, int] = {}
+        for key, first in self.index.items():
+            for prefix in self._chain(first):
+                assert prefix.parent is not None and prefix.key == key and (prefix.blocks or prefix.num_children)
+                assert all(b.prefix is prefix for b in prefix.blocks)
+                assert (prefix in (prefix.parent.cached or ())) == bool(prefix.blocks)
+                children[id(prefix.parent)] = children.get(id(prefix.parent), 0) + 1
+        for prefix in (self.root, *self.prefixes()):
+            assert prefix.num_children == children.get(id(prefix), 0), "children are miscounted"
+            labels = [child.label for child in prefix.cached or ()]
+            assert labels == sorted(set(labels)), "cached children are out of order"
+
+
+def _common_prefix(a: bytes, b: bytes) -> int:
+    """Length of the common prefix in bytes."""
+    if a == b:
+        return len(a)
+    x, y = np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
+    n = min(len(x), len(y))
+    return int(np.argmax(np.append(x[:n] != y[:n], True)))

@@ -1,0 +1,145 @@
+"""Text of an output: all of it at its end, and, for sequences with stop strings, incrementally.
+
+Invariants: the final text is tokenizer.decode(output ids) - with the space that a SentencePiece tokenizer
+drops at the start of a text kept where the output continues a prompt. The incremental text is a prefix of it
+(a character is held back until its last byte is there), costs a bounded amount of work per token, and ends
+at the first stop string, wherever the boundaries of tokens lie. (Bytes that are not UTF-8 may be shown
+differently in the incremental text.)
+
+    ids      ... |  prefix window  |  new ids  |        decode(window + new) minus decode(window) is new text;
+                 prefix            read                 the window gives the decoder its context
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from nanoapc.sampling_params import SamplingParams
+
+REPLACEMENT = "\ufffd"  # what decoders put for bytes that are not (yet) a character
+MAX_CONTEXT_TOKENS = 8  # of the prompt: a character has up to 4 of them, and special tokens may follow
+MAX_HELD_TOKENS = 32  # no character takes so many: what is held longer is not text
+
+
+class Decoder(Protocol):
+    """The part of a tokenizer that detokenizing needs."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        """Token ids -> text; incomplete characters become U+FFFD."""
+        ...
+
+
+def output_text(
+    tokenizer: Decoder,
+    prompt_token_ids: Sequence[int] | np.ndarray,
+    output_token_ids: Sequence[int] | np.ndarray,
+    params: SamplingParams,
+    ended_by_token: bool = False,
+) -> str:
+    """The text of a whole output that no stop string ended.
+
+    ended_by_token: a stop token or end-of-sequence id ended it; that id has no text unless
+    `include_stop_str_in_output`.
+    """
+    ids = [int(i) for i in output_token_ids]
+    if ended_by_token and not params.include_stop_str_in_output:
+        ids.pop()
+    context = _context(tokenizer, prompt_token_ids, params.skip_special_tokens)
+    before = tokenizer.decode(context, skip_special_tokens=params.skip_special_tokens)
+    text = tokenizer.decode(context + ids, skip_special_tokens=params.skip_special_tokens)
+    if not text.startswith(before):  # the output continues a run of byte tokens, and makes it invalid
+        return tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
+    return text[len(before) :]
+
+
+def _context(
+    tokenizer: Decoder, prompt_token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool
+) -> list[int]:
+    """The shortest end of the prompt that is visible text; none if the prompt ends inside a character."""
+    tail = [int(i) for i in prompt_token_ids[-MAX_CONTEXT_TOKENS:]]
+    for size in range(1, len(tail) + 1):
+        text = tokenizer.decode(tail[-size:], skip_special_tokens=skip_special_tokens)
+        if text and REPLACEMENT not in text:
+            return tail[-size:]
+    return []
+
+
+class Detokenizer:
+    """The incremental text of one sequence that has stop strings; `append` each token as it is sampled."""
+
+    def __init__(
+        self, tokenizer: Decoder, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams
+    ) -> None:
+        self._tokenizer = tokenizer
+        self._params = params
+        self._window = _context(tokenizer, prompt_token_ids, params.skip_special_tokens)
+        self._read = len(self._window)  # ids of the window whose text is out
+        self._num_chars_out = len(self._decode(self._window))  # characters of the window's text that are out
+        self._pieces: list[str] = []
+        self._tail = ""  # the end of the text in which a stop string may have begun
+        self._num_tokens = 0
+        self._max_stop_chars = max(map(len, params.stop), default=0)
+
+    @property
+    def text(self) -> str:
+        """The text so far, without characters that are incomplete; after a stop string the final text."""
+        return "".join(self._pieces)
+
+    def append(self, token_id: int) -> str | None:
+        """Take in an output token; the stop string that is now complete, or None.
+
+        Of several the one whose end comes first is taken (then the longest), as if the text came character by
+        character. Stop strings that end in the text of the first `min_tokens - 1` tokens do not count.
+        """
+        self._num_tokens += 1
+        new = self._new_text(token_id)
+        self._pieces.append(new)
+        searched = self._tail + new
+        hit = None
+        if new and self._num_tokens >= self._params.min_tokens:
+            hit = self._first_stop(searched, len(self._tail))
+        self._tail = searched[max(0, len(searched) - self._max_stop_chars + 1) :]
+        if hit is None:
+            return None
+        stop, end = hit
+        keep = end if self._params.include_stop_str_in_output else end - len(stop)
+        text = self.text
+        self._pieces = [text[: len(text) - len(searched) + keep]]
+        return stop
+
+    def _first_stop(self, text: str, start: int) -> tuple[str, int] | None:
+        """The stop string of which an occurrence ends first after `start`, and that end."""
+        hits = []
+        for stop in self._params.stop:
+            at = text.find(stop, max(0, start - len(stop) + 1))
+            if at >= 0:
+                hits.append((at + len(stop), -len(stop), stop))
+        if not hits:
+            return None
+        end, _, stop = min(hits)
+        return stop, end
+
+    def _new_text(self, token_id: int) -> str:
+        """What the token adds to the text that is certain by now."""
+        window = [*self._window, token_id]
+        text = self._decode(window)
+        held = len(window) - self._read > MAX_HELD_TOKENS
+        certain = text if held else text.rstrip(REPLACEMENT)
+        new = certain[self._num_chars_out :]
+        self._num_chars_out = max(self._num_chars_out, len(certain))
+        if held and not new:
+            self._window = self._window[: self._read]  # special tokens: they have no text
+        elif held or (new and certain == text):
+            # Everything is out: the tokens since the last time are context enough for what follows.
+            self._window = window[self._read :]
+            self._read = len(self._window)
+            self._num_chars_out = len(self._decode(self._window))
+        else:
+            self._window = window
+        return new
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)

@@ -1,0 +1,207 @@
+"""Engine: the parts of one LLM put together, and the loop's one step.
+
+    Scheduler.schedule() -> StepBatch -> ModelRunner.run() -> tokens -> Scheduler.update() -> finished requests
+
+Invariant: if anything in a step fails, what the step would have cached is withdrawn, all requests are aborted and
+their blocks free, and the engine can go on with new ones.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from nanoapc.config import EngineConfig
+from nanoapc.engine.attention_plan import AttentionPlanner
+from nanoapc.engine.block_hash import BlockHasher
+from nanoapc.engine.block_manager import BlockManager
+from nanoapc.engine.kv_memory import allocate, block_bytes, count_blocks
+from nanoapc.engine.model_runner import ModelRunner
+from nanoapc.engine.request import Request, make_sequences
+from nanoapc.engine.scheduler import Scheduler
+from nanoapc.engine.sequence import Sequence
+from nanoapc.kernels import select_kernels
+from nanoapc.layers.sampler import Sampler
+from nanoapc.models.checkpoint import resolve_model
+from nanoapc.models.config import ModelConfig
+from nanoapc.models.weights import load_model, replace_weights
+
+logger = logging.getLogger(__name__)
+
+MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+class Engine:
+    """Everything that one LLM owns, except the caller's side.
+
+    Attributes:
+        config, model_config, tokenizer, dtype, device, max_model_len
+        manager, scheduler, runner
+        num_valid_ids: token ids below it can be emitted.
+        dead: None, or why the engine cannot run any more.
+    """
+
+    def __init__(self, config: EngineConfig):
+        self.config = config
+        directory = resolve_model(config.model)
+        self.model_config = ModelConfig.from_directory(directory)
+        self.device = _device(config.device)
+        self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        self.max_model_len = _max_model_len(config, self.model_config)
+        self.tokenizer = _tokenizer(config, str(directory))
+        vocab_size = self.model_config.vocab_size
+        self.num_valid_ids = min(len(self.tokenizer), vocab_size) if self.tokenizer is not None else vocab_size
+        self.dead: str | None = None
+        self._num_requests = 0
+        self._num_sequences = 0
+        self._build(str(directory))
+
+    def _build(self, directory: str) -> None:
+        config, model_config = self.config, self.model_config
+        kernels = select_kernels(self.device)
+        model = load_model(
+            directory,
+            model_config,
+            dtype=self.dtype,
+            device=self.device,
+            kernels=kernels,
+            max_len=self.max_model_len,
+            load_format=config.load_format,
+        )
+        num_blocks = count_blocks(config, model_config, self.dtype, self.device, self.max_model_len)
+        size = block_bytes(model_config, self.dtype, config.block_size)
+        logger.info("KV cache: %d blocks of %d tokens, %.0f MiB", num_blocks, config.block_size, num_blocks * size / 2**20)
+        hasher = BlockHasher(config.prefix_caching_hash_algo)
+        self.manager = BlockManager(num_blocks, config.block_size, hasher, config.enable_prefix_caching)
+        budget = config.max_num_batched_tokens or MAX_BATCHED_TOKENS[self.device.type]
+        self.scheduler = Scheduler(
+            self.manager,
+            config.max_num_seqs,
+            budget,
+            self.max_model_len,
+            model_config.eos_token_ids,
+            config.schedule_policy,
+        )
+        self.runner = ModelRunner(
+            model,
+            kernels,
+            Sampler(kernels, self.num_valid_ids),
+            AttentionPlanner(config.block_size, share=config.enable_forest_attention),
+            allocate(num_blocks, model_config, self.dtype, config.block_size, self.device),
+        )
+
+    # -- requests ----------------------------------------------------------------------------------------
+
+    def prepare(self, requests: Iterable[Request]) -> list[Sequence]:
+        """Gives new requests their ids and sequences; nothing runs yet."""
+        sequences: list[Sequence] = []
+        for request in requests:
+            request.request_id = str(self._num_requests)
+            seed = request.params.seed
+            if seed is None:
+                seed = _derived_seed(self.config.seed, self._num_requests)
+            request.sequences = make_sequences(
+                request,
+                self._num_sequences,
+                self.max_model_len,
+                seed,
+                self.model_config.eos_token_ids,
+                self.tokenizer,
+            )
+            self._num_requests += 1
+            self._num_sequences += len(request.sequences)
+            sequences += request.sequences
+        return sequences
+
+    def submit(self, sequences: list[Sequence]) -> None:
+        """Queues prepared sequences."""
+        self.scheduler.add(sequences)
+
+    def abort(self, requests: Iterable[Request]) -> None:
+        """Drops what is unfinished of the requests."""
+        self.scheduler.abort([seq for request in requests for seq in request.sequences])
+
+    def step(self) -> list[Request]:
+        """Runs one step; returns the requests that it has finished. Nothing waits or runs: an empty list."""
+        if self.dead is not None:
+            raise RuntimeError(self.dead)
+        try:
+            batch = self.scheduler.schedule()
+            if batch is None:
+                return []
+            result = self.runner.run(batch)
+            ended = self.scheduler.update(batch, result.token_ids)
+        except BaseException:
+            self.scheduler.step_failed()
+            raise
+        # A request appears once, with its last sequence.
+        return list({id(seq.request): seq.request for seq in ended if seq.request.finished}.values())
+
+    # -- the cache ---------------------------------------------------------------------------------------
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes; False (and nothing changes) while requests run."""
+        return self.manager.reset()
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """New weights under the checkpoint's names; cached K/V of the old ones is forgotten."""
+        if self.scheduler.has_unfinished:
+            raise RuntimeError("weights cannot change while requests are unfinished; wait for them or abort them")
+        replace_weights(self.runner.model, tensors)
+        self.reset_prefix_cache()
+
+    def close(self) -> None:
+        """Drops model and KV memory; afterwards every use is a RuntimeError."""
+        if self.dead is None:
+            self.scheduler.abort([*self.scheduler.running, *self.scheduler.waiting])
+            self.dead = "this LLM is closed; make a new one"
+            del self.runner
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in MAX_BATCHED_TOKENS:
+        raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {name!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={name!r}, but this PyTorch sees no CUDA device; use device='cpu'")
+    return device
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    limit = model.max_position_embeddings
+    wanted = limit if config.max_model_len is None else config.max_model_len
+    if wanted > limit:
+        raise ValueError(f"max_model_len={wanted} is more than the model's own limit of {limit} positions; lower it")
+    if wanted < 2:
+        raise ValueError(f"max_model_len={wanted} leaves no room for a prompt and one output token; use at least 2")
+    return wanted
+
+
+def _tokenizer(config: EngineConfig, directory: str) -> Any:
+    if config.skip_tokenizer_init:
+        return None
+    from transformers import AutoTokenizer
+
+    source = directory if config.tokenizer is None else str(resolve_model(config.tokenizer))
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+    except Exception as error:  # transformers raises many kinds
+        raise ValueError(
+            f"no tokenizer could be loaded from {source!r} ({error}); give tokenizer=... or, for prompts of token ids, "
+            "skip_tokenizer_init=True"
+        ) from error
+
+
+def _derived_seed(engine_seed: int, request_number: int) -> int:
+    """The seed of a request that brings none: repeatable for the same calls in the same order."""
+    data = f"{engine_seed}/{request_number}".encode()
+    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)

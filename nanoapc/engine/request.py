@@ -1,0 +1,127 @@
+"""Request: what a caller asked for (one prompt, n outputs), and how its sequences become a RequestOutput.
+
+Invariant: a request is finished when all of its n sequences are; its output lists them by index.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceType
+from dataclasses import dataclass, field
+from typing import Any
+
+from nanoapc.engine.detokenizer import Detokenizer, output_text
+from nanoapc.engine.sequence import Sequence
+from nanoapc.inputs import Prompt
+from nanoapc.layers.sampler import make_state, sequence_seed
+from nanoapc.outputs import CompletionOutput, Logprob, RequestOutput, logprob_entries
+from nanoapc.sampling_params import SamplingParams
+
+
+@dataclass(eq=False)
+class Request:
+    """One prompt and its n sequences.
+
+    request_id: unique in the engine. index: the place of its prompt in the caller's list.
+    call: whom the finished output is for.
+    """
+
+    request_id: str
+    index: int
+    prompt: Prompt
+    params: SamplingParams
+    call: Any = None
+    sequences: list[Sequence] = field(default_factory=list)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all sequences have ended."""
+        return all(seq.finish_reason is not None for seq in self.sequences)
+
+
+def make_sequences(
+    request: Request,
+    first_seq_id: int,
+    max_model_len: int,
+    seed: int,
+    eos_token_ids: SequenceType[int],
+    tokenizer: Any,
+) -> list[Sequence]:
+    """The n sequences of a request; the i-th has a seed of its own, the first the request's."""
+    prompt, params = request.prompt, request.params
+    room = max_model_len - len(prompt.token_ids)
+    bad_words = params.bad_words_ids(tokenizer) if params.bad_words else ()
+    sequences = []
+    for i in range(params.n):
+        detokenizer = Detokenizer(tokenizer, prompt.token_ids, params) if params.stop else None
+        sequences.append(
+            Sequence(
+                seq_id=first_seq_id + i,
+                prompt=prompt.token_ids,
+                params=params,
+                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+                seed=sequence_seed(seed, i),
+                index=i,
+                extra=prompt.extra,
+                stop_token_ids=frozenset(params.stop_token_ids),
+                detokenizer=detokenizer,
+                sampler_state=make_state(params, prompt.token_ids.tolist(), eos_token_ids, bad_words),
+                request=request,
+            )
+        )
+    return sequences
+
+
+def make_output(request: Request, tokenizer: Any) -> RequestOutput:
+    """The finished request as the caller gets it."""
+    first = request.sequences[0]
+    prompt_token_ids = request.prompt.token_ids.tolist()
+    prompt_logprobs = None
+    if request.params.prompt_logprobs is not None:
+        count = request.params.prompt_logprobs
+        prompt_logprobs = [None, *_logprobs(prompt_token_ids[1:], first.prompt_logprobs, count, tokenizer)]
+    return RequestOutput(
+        request_id=request.request_id,
+        prompt=request.prompt.text,
+        prompt_token_ids=prompt_token_ids,
+        prompt_logprobs=prompt_logprobs,
+        outputs=[_completion(seq, tokenizer) for seq in request.sequences],
+        finished=True,
+        num_cached_tokens=max(first.num_cached_tokens, 0),
+        index=request.index,
+    )
+
+
+def _completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
+    logprobs, total = None, None
+    if seq.params.logprobs is not None:
+        logprobs = _logprobs(seq.output_token_ids, seq.logprobs, seq.params.logprobs, tokenizer)
+        total = sum(entry[0] for entry in seq.logprobs)
+    return CompletionOutput(
+        index=seq.index,
+        text=_text(seq, tokenizer),
+        token_ids=seq.output_token_ids,
+        cumulative_logprob=total,
+        logprobs=logprobs,
+        finish_reason=seq.finish_reason,  # type: ignore[arg-type]
+        stop_reason=seq.stop_reason,
+    )
+
+
+def _text(seq: Sequence, tokenizer: Any) -> str:
+    """The output's text; the token that stopped it is left out unless it is asked for."""
+    params = seq.params
+    if tokenizer is None or not params.detokenize:
+        return ""
+    if isinstance(seq.stop_reason, str) and seq.detokenizer is not None:
+        return seq.detokenizer.text
+    ended_by_token = seq.finish_reason == "stop"
+    return output_text(tokenizer, seq.prompt, seq.output_token_ids, params, ended_by_token)
+
+
+def _logprobs(token_ids: list[int], entries: list[Any], count: int, tokenizer: Any) -> list[dict[int, Logprob]]:
+    decode = None if tokenizer is None else lambda token_id: tokenizer.decode([token_id])
+    # The step computed as many as its greediest request wanted; this one gets its own number.
+    return [
+        logprob_entries(token_id, chosen, rank, top_ids[:count], top_logprobs[:count], decode)
+        for token_id, (chosen, rank, top_ids, top_logprobs) in zip(token_ids, entries, strict=True)
+    ]

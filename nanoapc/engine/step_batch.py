@@ -1,0 +1,99 @@
+"""StepBatch: what runs in one step, as flat arrays.
+
+A row is a query token. Sequences stand in the order of their block tables, so that those that share blocks are
+neighbours (see attention_plan.py). Prefill, a chunk of it and decode differ only in their counts:
+
+    sequences      s0 (decode)   s1 (prefill chunk)     s2 (decode)
+    counts         1             5                      1
+    rows           0             1 2 3 4 5              6
+    sample_rows    0             - (chunk not the last) 6
+
+Invariant: token_ids, positions and slots have one entry a row; a slot is the place of the row's own K/V, or -1
+where that stands already in a shared block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nanoapc.engine.sequence import Sequence, SequenceTable
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One step.
+
+    table_rows     [num_sequences] rows of the SequenceTable
+    starts, counts [num_sequences] position of each sequence's first row; its number of rows
+    token_ids, positions, slots   [T] int64
+    block_tables   [num_sequences, max_blocks] int32
+    samples        [num_samples] which of the sequences sample a token
+    sample_rows    [num_samples] their rows whose logits are needed
+    copies         (source block, destination block, tokens) to run before the forward, in order
+    key            names the composition (which sequences, in which order); None when it is a passing one
+    """
+
+    table_rows: np.ndarray
+    starts: np.ndarray
+    counts: np.ndarray
+    token_ids: np.ndarray
+    positions: np.ndarray
+    slots: np.ndarray
+    block_tables: np.ndarray
+    samples: np.ndarray
+    sample_rows: np.ndarray
+    copies: list[tuple[int, int, int]]
+    key: int | None
+    sequences: list[Sequence]
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows of the step."""
+        return len(self.token_ids)
+
+    @property
+    def sampled(self) -> list[Sequence]:
+        """The sequences that sample, in the order of `sample_rows`."""
+        return [self.sequences[i] for i in self.samples.tolist()]
+
+
+def build_step_batch(
+    table: SequenceTable,
+    table_rows: np.ndarray,
+    sequences: list[Sequence],
+    block_size: int,
+    copies: list[tuple[int, int, int]],
+    key: int | None,
+) -> StepBatch:
+    """Gathers the scheduled tokens of `table_rows` (sorted by block table) out of the table."""
+    counts = table.num_scheduled_tokens[table_rows]
+    starts = table.num_computed_tokens[table_rows]
+    ends = starts + counts
+    if int(counts.max()) == 1:
+        row_of, positions = table_rows, starts
+        last_rows = np.arange(len(counts))
+    else:
+        row_of = np.repeat(table_rows, counts)
+        last_rows = np.cumsum(counts) - 1
+        positions = np.arange(len(row_of)) + np.repeat(starts - (last_rows + 1 - counts), counts)
+    block_ids = table.block_table[row_of, positions // block_size].astype(np.int64)
+    slots = block_ids * block_size + positions % block_size
+    slots[positions < table.first_writable[row_of]] = -1
+    samples = np.flatnonzero(ends == table.num_tokens[table_rows])
+    width = -(-int(ends.max()) // block_size)
+    return StepBatch(
+        table_rows=table_rows,
+        starts=starts,
+        counts=counts,
+        token_ids=table.tokens[row_of, positions].astype(np.int64),
+        positions=positions,
+        slots=slots,
+        block_tables=table.block_table[table_rows, :width],
+        samples=samples,
+        sample_rows=last_rows[samples],
+        copies=copies,
+        key=key,
+        sequences=sequences,
+    )

@@ -1,0 +1,203 @@
+"""From what a caller passes to token ids that the engine can run.
+
+    str, [ids], {"prompt": ...}, {"prompt_token_ids": ..., "cache_salt": ...}  ->  Prompt(text, token_ids, extra)
+    messages  ->  the model's chat template  ->  token ids
+
+Invariant: a Prompt that exists is valid for the model: not empty, ids inside the vocabulary, room for one token. Every
+error is a ValueError that names the index, the value and the remedy. The caller's objects are never changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from nanoapc.engine.block_hash import ExtraKey, encode_extra_keys
+from nanoapc.sampling_params import SamplingParams
+
+PromptType: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+KNOWN_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+TOKENIZER_GROUP = 1024
+"""Prompts that are tokenised in one call: batches are fast, bounded ones show progress."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A validated prompt: its text if there was one, token_ids [n] int32, the extra keys of its first block."""
+
+    text: str | None
+    token_ids: np.ndarray
+    extra: bytes = b""
+
+
+def as_prompt_list(prompts: PromptType | Iterable[PromptType]) -> list[PromptType]:
+    """One prompt or many -> a list; a list of whole numbers is one prompt of token ids."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    many = list(prompts)
+    if many and isinstance(many[0], int | np.integer):
+        return [many]  # type: ignore[list-item]
+    return many  # type: ignore[return-value]
+
+
+def pair_params(
+    prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams
+) -> list[SamplingParams]:
+    """One SamplingParams for each prompt."""
+    if params is None or isinstance(params, SamplingParams):
+        return [params or default] * len(prompts)
+    pairs = list(params)
+    if len(pairs) != len(prompts):
+        raise ValueError(
+            f"there are {len(prompts)} prompts but {len(pairs)} sampling_params; give one for all or one for each"
+        )
+    for index, item in enumerate(pairs):
+        if not isinstance(item, SamplingParams):
+            raise ValueError(f"sampling_params[{index}] is {item!r}; it must be a SamplingParams")
+    return pairs
+
+
+def groups(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
+    """Consecutive lists of at most `size` items."""
+    iterator = iter(items)
+    while group := list(islice(iterator, size)):
+        yield group
+
+
+class InputProcessor:
+    """Makes Prompts for one model.
+
+    Args:
+        tokenizer: a transformers tokenizer, or None if prompts are token ids only.
+        vocab_size: rows of the embedding; token ids must be below it.
+        max_model_len: tokens of a sequence; a prompt needs room for one more.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int):
+        self.tokenizer = tokenizer
+        self.vocab_size = vocab_size
+        self.max_model_len = max_model_len
+
+    def prompts(
+        self, raw: Sequence[PromptType], first_index: int = 0, progress: Callable[[int], object] = lambda n: None
+    ) -> list[Prompt]:
+        """Validates and tokenises; `first_index` is the index of raw[0] in error messages.
+
+        `progress` is called with the number of prompts done since the last call.
+        """
+        done: list[Prompt] = []
+        for group in groups(raw, TOKENIZER_GROUP):
+            done += self._group(group, first_index + len(done))
+            progress(len(group))
+        return done
+
+    def _group(self, raw: Sequence[PromptType], first_index: int) -> list[Prompt]:
+        parsed = [_parse(item, first_index + i) for i, item in enumerate(raw)]
+        texts = {i: item for i, (item, _, _) in enumerate(parsed) if isinstance(item, str)}
+        token_ids = dict(zip(texts, self._tokenize(list(texts.values()), list(texts), first_index), strict=True))
+        prompts = []
+        for i, (item, text, extra) in enumerate(parsed):
+            name = f"prompt {first_index + i}"
+            ids = self.check_token_ids(token_ids[i] if i in texts else item, name)
+            prompts.append(Prompt(text, ids, extra))
+        return prompts
+
+    def _tokenize(self, texts: list[str], places: list[int], first_index: int) -> list[list[int]]:
+        if not texts:
+            return []
+        if self.tokenizer is None:
+            raise ValueError(
+                f"prompt {first_index + places[0]} is a text, but this LLM has no tokenizer "
+                "(skip_tokenizer_init=True); pass token ids"
+            )
+        for text, place in zip(texts, places, strict=True):
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"prompt {first_index + place} is not valid Unicode: {error}; repair the text") from None
+        return self.tokenizer(texts)["input_ids"]
+
+    def check_token_ids(self, token_ids: Any, name: str) -> np.ndarray:
+        """token ids -> [n] int32; ValueError if one is no whole number, outside the vocabulary, or they are too many."""
+        ids = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
+        if not ids:
+            raise ValueError(f"{name} is empty (no token ids); give it at least one token")
+        for kind in set(map(type, ids)):
+            if kind is bool or not issubclass(kind, int | np.integer):
+                bad = next(x for x in ids if type(x) is kind)
+                raise ValueError(f"{name} has a token id {bad!r} of type {kind.__name__}; token ids are whole numbers")
+        if min(ids) < 0 or max(ids) >= self.vocab_size:
+            bad = next(x for x in ids if not 0 <= x < self.vocab_size)
+            raise ValueError(f"{name} has the token id {bad}, outside the model's vocabulary 0..{self.vocab_size - 1}")
+        if len(ids) >= self.max_model_len:
+            raise ValueError(
+                f"{name} has {len(ids)} tokens; with room for one output token max_model_len={self.max_model_len} allows "
+                f"{self.max_model_len - 1}; shorten it or raise max_model_len"
+            )
+        return np.asarray(ids, np.int32)
+
+    def render_chat(self, messages: Any, index: int, template: str | None, options: Mapping[str, Any]) -> list[int]:
+        """One conversation through the chat template -> token ids (the template brings its own BOS, if any)."""
+        if self.tokenizer is None:
+            raise ValueError("chat needs a tokenizer, but this LLM has none (skip_tokenizer_init=True)")
+        check_messages(messages, index)
+        try:
+            text = self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+        except Exception as error:  # templates raise errors of their own kinds
+            raise ValueError(f"the chat template does not take conversation {index}: {error}") from error
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+def as_conversations(messages: Any) -> list[Any]:
+    """One conversation (a list of messages) or many -> a list of conversations."""
+    many = list(messages)
+    return [many] if many and isinstance(many[0], Mapping) else many
+
+
+def check_messages(messages: Any, index: int) -> None:
+    """ValueError unless `messages` is a non-empty list of {"role": ..., "content": text or text parts}."""
+    if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
+        raise ValueError(f"conversation {index} is {messages!r}; it must be a non-empty list of messages")
+    for number, message in enumerate(messages):
+        where = f"message {number} of conversation {index}"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{where} is {message!r}; it must be a dict with a 'role' and a 'content'")
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        for part in parts:
+            kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+            if kind != "text":
+                raise ValueError(f"{where} has a content part of type {kind!r}; only text is supported")
+
+
+def _parse(prompt: PromptType, index: int) -> tuple[str | Sequence[int], str | None, bytes]:
+    """What is to be run (a text or token ids), the text to report, and the encoded extra keys of a prompt."""
+    if isinstance(prompt, str):
+        return prompt, prompt, b""
+    if not isinstance(prompt, Mapping):
+        if isinstance(prompt, bytes) or not (hasattr(prompt, "tolist") or isinstance(prompt, Sequence)):
+            raise ValueError(f"prompt {index} is {prompt!r}; it must be a text, a list of token ids or a dict")
+        return prompt, None, b""
+    for key in prompt:
+        if key not in KNOWN_KEYS:
+            raise ValueError(f"prompt {index} has {key!r}, which is not supported; known: {', '.join(sorted(KNOWN_KEYS))}")
+    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+    if text is None and token_ids is None:
+        raise ValueError(f"prompt {index} has neither 'prompt' nor 'prompt_token_ids'; give it one of them")
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"prompt {index} has 'prompt' {text!r}; it must be a text")
+    # With both, the ids run and the text is only reported (as in vLLM).
+    item = text if token_ids is None else token_ids
+    return item, text, encode_extra_keys(_salt_keys(prompt.get("cache_salt"), index))
+
+
+def _salt_keys(salt: Any, index: int) -> list[ExtraKey]:
+    if salt is None:
+        return []
+    if not isinstance(salt, str) or not salt:
+        raise ValueError(f"prompt {index} has cache_salt {salt!r}; it must be a non-empty text (or None)")
+    return [("salt", salt)]

@@ -1,0 +1,89 @@
+"""The seam between the model and the device: one set of functions, several implementations.
+
+`reference.py` is the specification in plain PyTorch; `cpu.py` (C++) and the Triton kernels (CUDA) expose the same functions.
+Invariant: every implementation of a function gives the reference's result up to rounding, so nothing above
+this package knows which one runs. An engine holds one `Kernels` object and hands it to each module that
+needs it; nothing is global.
+
+Shapes: T rows (query tokens of a step), H query heads, Hkv KV heads, D head size, B block size,
+NB blocks, L layers, V vocabulary. KV memory is block-major, so that a block is one contiguous extent:
+
+    kv_memory [NB, L, 2, Hkv, B, D]        2: K, V
+    kv_cache = kv_memory[:, layer]         what one layer sees (strided): [NB, 2, Hkv, B, D]
+    slot = block_id * B + offset           -1: write nothing
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from nanoapc.engine.attention_plan import AttentionPlan
+
+PackedLinear = Callable[[Tensor], Tensor]
+
+
+class Kernels(Protocol):
+    """The functions that a device has to offer. All arguments are explicit; tensors live on the device."""
+
+    name: str
+
+    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out] that owns (its form of) the weight."""
+        ...
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [T, h], weight [h] -> [T, h]. Normalises in float32, casts to x.dtype, then multiplies by weight."""
+        ...
+
+    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x, residual [T, h] -> (rms_norm(x + residual), x + residual)."""
+        ...
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """gate_up [T, 2 * I] -> silu(gate) * up [T, I]."""
+        ...
+
+    def rope_and_store(
+        self,
+        qkv: Tensor,
+        positions: Tensor,
+        cos_sin: Tensor,
+        q_norm: Tensor | None,
+        k_norm: Tensor | None,
+        eps: float,
+        kv_cache: Tensor,
+        slots: Tensor,
+    ) -> Tensor:
+        """Per-head q/k norm (if given), rotary embedding, K and V to their slots; returns q [T, H, D].
+
+        qkv [T, (H + 2 * Hkv) * D]; positions, slots [T] int64; cos_sin [max_len, D] float32 (first half
+        cos, second half sin); q_norm, k_norm [D] or None; kv_cache [NB, 2, Hkv, B, D] is written.
+        """
+        ...
+
+    def attention(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
+        """q [T, H, D], kv_cache [NB, 2, Hkv, B, D] -> [T, H, D]; K/V are read from the cache alone."""
+        ...
+
+    def copy_blocks(self, kv_memory: Tensor, copies: Sequence[tuple[int, int, int]]) -> None:
+        """(source block, destination block, num_tokens): copies the first tokens of a block, all layers, in order."""
+        ...
+
+    def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """logits [n, V] float32, seeds and positions [n] int64 -> ids [n] int64 = argmax(logits + noise).
+
+        The noise is a function of (seed, position, id) alone, see `reference.gumbel_noise`.
+        """
+        ...
+
+
+def select_kernels(device: torch.device) -> Kernels:
+    """The implementation for a device, the fastest that works there."""
+    from nanoapc.kernels.reference import ReferenceKernels
+
+    return ReferenceKernels()

@@ -1,0 +1,27 @@
+"""RMSNorm, fused with the residual connection that comes before it.
+
+Invariant: the residual stream is only ever added to, in the model's dtype; norms read it and never change it.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from nanoapc.kernels import Kernels
+from nanoapc.layers import declare_parameter
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, with weight [size]."""
+
+    def __init__(self, size: int, eps: float, kernels: Kernels):
+        super().__init__()
+        self.weight = declare_parameter(size)
+        self.eps = eps
+        self.kernels = kernels
+
+    def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x, residual [T, size] -> (norm(x + residual), x + residual); without a residual (norm(x), x)."""
+        if residual is None:
+            return self.kernels.rms_norm(x, self.weight, self.eps), x
+        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)

@@ -1,0 +1,323 @@
+"""Sampler: logits [n, V] -> one token id per row, and the log-probs that the rows ask for.
+
+    raw logits -+-> bias, allowed ids, bad words, -+-> / temperature -> min_p -> top_k -> top_p -> draw
+                |   min_tokens, penalties          +-> max (greedy rows)
+                +-> log_softmax (log-probs)
+
+Invariant: a row's result is a function of its own logits, parameters and tokens, bit for bit, whichever rows
+share the batch and however many they are. Hence only row-wise operations are used, and sums of probabilities
+are sums of integers (fixed point), which give the same result in every order.
+
+A `SamplerState` belongs to a sequence and outlives batches; `SamplingRows` belongs to one composition of
+the batch and is reused as long as that does not change.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoapc.kernels import Kernels
+from nanoapc.sampling_params import SamplingParams
+
+NUCLEUS_WIDTH = 1024  # candidates looked at before a whole row is ranked: nearly every nucleus is smaller
+FIXED_POINT = 2.0**40  # probability 1; a row's sum stays far below 2**63
+NEG_INF = float("-inf")
+
+
+def sequence_seed(seed: int, index: int) -> int:
+    """The signed 64-bit seed of sequence `index` of a request: 0 keeps `seed`, others are mixed with it."""
+    if index == 0:
+        return seed
+    x = (seed + index * 0x9E3779B97F4A7C15) % 2**64  # the mix of splitmix64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    x ^= x >> 31
+    return x - 2**64 if x >= 2**63 else x
+
+
+class SamplerState:
+    """One sequence's output so far, and what its parameters change in its logits, as arrays of ids."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt_token_ids: Sequence[int] | np.ndarray,
+        stop_ids: Sequence[int],
+        bad_words_ids: Sequence[Sequence[int]],
+    ) -> None:
+        bias = params.logit_bias or {}
+        self.output_ids = array("q")
+        self.prompt_ids = np.unique(_ids(prompt_token_ids if params.repetition_penalty != 1 else ()))
+        self.bias_ids, self.bias_values = _ids(list(bias)), np.array(list(bias.values()), np.float32)
+        self.allowed_ids = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids)
+        self.banned_ids = _ids([words[0] for words in bad_words_ids if len(words) == 1])
+        self.bad_phrases = [(array("q", words[:-1]), words[-1]) for words in bad_words_ids if len(words) > 1]
+        self.stop_ids = list(stop_ids)
+        self.min_tokens = params.min_tokens
+
+    def append(self, token_id: int) -> None:
+        """Take in the token that the sequence got. Constant time."""
+        self.output_ids.append(token_id)
+
+    def passing_bans(self) -> list[int]:
+        """The ids forbidden at the next position because of what the output is now."""
+        banned = list(self.stop_ids) if len(self.output_ids) < self.min_tokens else []
+        for start, last in self.bad_phrases:
+            if self.output_ids[-len(start) :] == start:
+                banned.append(last)
+        return banned
+
+
+def make_state(
+    params: SamplingParams,
+    prompt_token_ids: Sequence[int] | np.ndarray,
+    eos_token_ids: Sequence[int] = (),
+    bad_words_ids: Sequence[Sequence[int]] = (),
+) -> SamplerState | None:
+    """A sequence's state, or None if its logits are used as they are.
+
+    eos_token_ids: the model's; bad_words_ids: `params.bad_words_ids(tokenizer)`.
+    """
+    stop_ids = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
+    edits = (params.logit_bias, params.allowed_token_ids, bad_words_ids, params.min_tokens and stop_ids)
+    if params.has_penalties or any(edits):
+        return SamplerState(params, prompt_token_ids, stop_ids, bad_words_ids)
+    return None
+
+
+Row = tuple[SamplingParams, "SamplerState | None", int]  # a sequence's parameters, state, signed 64-bit seed
+
+
+class SamplingRows:
+    """The parameters of a step's n rows, as tensors on the device. The batch's owner sets before each step:
+
+    positions [n] int64: where in its sequence each row's new token goes
+    """
+
+    positions: Tensor
+
+    def __init__(self, rows: Sequence[Row], num_valid_ids: int, device: torch.device | str) -> None:
+        self.device, self.num_rows, self.num_valid_ids = torch.device(device), len(rows), num_valid_ids
+        self.num_logprobs = [params.logprobs for params, _, _ in rows]
+        self.logprob_rows = self.tensor([i for i, k in enumerate(self.num_logprobs) if k is not None])
+        self.max_logprobs = max((k or 0 for k in self.num_logprobs), default=0)
+        self.has_edits = any(state is not None for _, state, _ in rows)
+        self._set_draws([(i, p, seed) for i, (p, _, seed) in enumerate(rows) if not p.is_greedy])
+        if self.has_edits:
+            self._set_edits([(i, p, state) for i, (p, state, _) in enumerate(rows) if state is not None])
+
+    @classmethod
+    def build(
+        cls, rows: Sequence[Row], num_valid_ids: int, device: torch.device | str = "cpu"
+    ) -> SamplingRows:
+        """From each row's parameters, state and seed."""
+        return cls(rows, num_valid_ids, device)
+
+    def _set_draws(self, rows: list[tuple[int, SamplingParams, int]]) -> None:
+        """The m rows that draw, and those of them that have to be ranked (top_k, top_p)."""
+        V = self.num_valid_ids
+        params = [p for _, p, _ in rows]
+        self.draw_rows = self.tensor([i for i, _, _ in rows])  # [m]
+        self.seeds = self.tensor([seed for _, _, seed in rows])  # [m]
+        self.temperature = self.tensor([p.temperature for p in params], torch.float32)[:, None]  # [m, 1]
+        min_p = [math.log(p.min_p) if p.min_p > 0 else NEG_INF for p in params]
+        self.log_min_p = self.tensor(min_p, torch.float32)[:, None] if any(p.min_p for p in params) else None
+        top_k = [p.top_k if 0 < p.top_k < V else V for p in params]
+        ranked = [j for j, p in enumerate(params) if top_k[j] < V or p.top_p < 1]
+        self.ranked_rows = self.tensor(ranked)  # indices into the rows that draw
+        self.top_k = self.tensor([top_k[j] for j in ranked])
+        self.top_p = self.tensor([params[j].top_p for j in ranked], torch.float64)
+        widths = [top_k[j] if top_k[j] < V else NUCLEUS_WIDTH for j in ranked]
+        self.rank_width = min(max(widths, default=0), V)
+
+    def _set_edits(self, rows: list[tuple[int, SamplingParams, SamplerState]]) -> None:
+        self.bias_at = self.flat([(i, s.bias_ids) for i, _, s in rows])
+        biases = [s.bias_values[s.bias_ids < self.num_valid_ids] for _, _, s in rows]
+        self.bias = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *biases])).to(self.device)
+        allowed = [(i, s.allowed_ids) for i, _, s in rows if s.allowed_ids is not None]
+        self.restricted_rows, self.allowed_at = self.tensor([i for i, _ in allowed]), self.flat(allowed)
+        self.banned_at = self.flat([(i, s.banned_ids) for i, _, s in rows])
+        self.passing = [(i, s) for i, _, s in rows if s.bad_phrases or len(s.output_ids) < s.min_tokens]
+        penalised = [row for row in rows if row[1].has_penalties]
+        self.penalties = _Penalties(penalised, self) if penalised else None
+
+    def tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
+        """Host values -> a vector on the device."""
+        return torch.tensor(values, dtype=dtype, device=self.device)
+
+    def flat(self, ids_of_rows: Sequence[tuple[int, np.ndarray]]) -> Tensor:
+        """(row, ids) pairs -> indices row * V + id; ids that cannot be emitted anyway (>= V) are left out."""
+        V = self.num_valid_ids
+        parts = [row * V + ids[ids < V] for row, ids in ids_of_rows]
+        return torch.from_numpy(np.concatenate([_ids(()), *parts])).to(self.device)
+
+    def edit(self, logits: Tensor) -> Tensor:
+        """logits [n, V] -> the same, or an edited copy: bias, allowed ids, bans, then penalties."""
+        if not self.has_edits:
+            return logits
+        logits = logits.clone(memory_format=torch.contiguous_format)
+        flat = logits.view(-1)
+        flat.index_add_(0, self.bias_at, self.bias)
+        if self.restricted_rows.numel():
+            kept = flat[self.allowed_at]
+            logits[self.restricted_rows] = NEG_INF
+            flat[self.allowed_at] = kept
+        flat.index_fill_(0, self.banned_at, NEG_INF)
+        if self.passing:
+            bans = [(i, _ids(state.passing_bans())) for i, state in self.passing]
+            flat.index_fill_(0, self.flat(bans), NEG_INF)
+        if self.penalties is not None:
+            self.penalties.apply(logits)
+        return logits
+
+
+class _Penalties:
+    """Which ids the p penalised rows have seen, kept up as their states grow (never counted again)."""
+
+    def __init__(self, rows: list[tuple[int, SamplingParams, SamplerState]], owner: SamplingRows) -> None:
+        shape = (len(rows), owner.num_valid_ids)
+        self.owner, self.states, self.num_taken = owner, [state for _, _, state in rows], [0] * len(rows)
+        self.rows = owner.tensor([i for i, _, _ in rows])  # [p]
+        strengths = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, p, _ in rows]
+        self.repetition, self.frequency, self.presence = (
+            owner.tensor(column, torch.float32)[:, None] for column in zip(*strengths, strict=True)
+        )  # each [p, 1]
+        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=owner.device)
+        prompts = owner.flat([(j, state.prompt_ids) for j, state in enumerate(self.states)])
+        self.in_prompt.view(-1).index_fill_(0, prompts, True)
+        self.counts = torch.zeros(shape, device=owner.device)  # whole numbers, so sums are exact
+
+    def apply(self, logits: Tensor) -> None:
+        """logits [n, V], in place: repetition (prompt and output), then frequency and presence (output)."""
+        new = []
+        for j, state in enumerate(self.states):
+            new.append((j, _ids(state.output_ids[self.num_taken[j] :])))
+            self.num_taken[j] = len(state.output_ids)
+        flat = self.owner.flat(new)
+        self.counts.view(-1).index_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))
+        x = logits[self.rows]  # [p, V]
+        in_output = self.counts > 0
+        repeated = torch.where(x > 0, x / self.repetition, x * self.repetition)
+        x = torch.where(self.in_prompt | in_output, repeated, x)
+        logits[self.rows] = x - self.frequency * self.counts - self.presence * in_output
+
+
+class TokenLogprobs(NamedTuple):
+    """Log-probs of r rows: of the chosen id, its rank (1 is the best), and the k best ids in order."""
+
+    chosen: Tensor  # [r] float32
+    rank: Tensor  # [r] int64
+    top_ids: Tensor  # [r, k] int64
+    top_logprobs: Tensor  # [r, k] float32
+
+
+class SampledTokens(NamedTuple):
+    """A step's result, still on the device."""
+
+    token_ids: Tensor  # [n] int64; -1 where the logits leave no choice
+    peak: Tensor  # [n] float32, the greatest edited logit
+    logprobs: TokenLogprobs | None  # of the rows with `num_logprobs`, in their order
+
+    def to_list(self) -> list[int]:
+        """token_ids on the host. RuntimeError if a row's logits are NaN or infinite, or exclude every id."""
+        ids: list[int] = self.token_ids.tolist()
+        if min(ids, default=0) < 0:
+            row = ids.index(-1)
+            cause = "are NaN or infinite: the dtype overflows; use dtype='bfloat16' or 'float32'"
+            if self.peak[row].item() == NEG_INF:
+                cause = "exclude every id: loosen allowed_token_ids, bad_words or min_tokens"
+            raise RuntimeError(f"no token can be sampled: the logits of row {row} {cause}")
+        return ids
+
+
+class Sampler:
+    """Samples one id per row. Ids from num_valid_ids on (a padded vocabulary) are never emitted."""
+
+    def __init__(self, kernels: Kernels, num_valid_ids: int) -> None:
+        self.kernels = kernels
+        self.num_valid_ids = num_valid_ids
+
+    def forward(self, logits: Tensor, rows: SamplingRows) -> SampledTokens:
+        """logits [n, V] float32, left as they are; V >= num_valid_ids."""
+        x = rows.edit(logits[:, : self.num_valid_ids])
+        peak, token_ids = x.max(dim=-1)  # of equal ones the first
+        drawing = rows.draw_rows
+        if drawing.numel() == rows.num_rows:
+            token_ids = self._draw(x, peak, rows, rows.positions)
+        elif drawing.numel():
+            token_ids[drawing] = self._draw(x[drawing], peak[drawing], rows, rows.positions[drawing])
+        logprobs = None
+        if rows.logprob_rows.numel():
+            asking = rows.logprob_rows
+            logprobs = self.gather_logprobs(logits[asking], token_ids[asking], rows.max_logprobs)
+        return SampledTokens(torch.where(peak.isfinite(), token_ids, -1), peak, logprobs)
+
+    def _draw(self, x: Tensor, peak: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
+        """The rows that draw, x [m, V] -> ids [m]. The peak is taken off first: no temperature overflows."""
+        x = (x - peak[:, None]) / rows.temperature
+        if rows.log_min_p is not None:
+            x = x.masked_fill(x < rows.log_min_p, NEG_INF)
+        if rows.rank_width:
+            x[rows.ranked_rows] = keep_top(x[rows.ranked_rows], rows.top_k, rows.top_p, rows.rank_width)
+        return self.kernels.gumbel_argmax(x, rows.seeds, positions)
+
+    def gather_logprobs(self, logits: Tensor, chosen: Tensor, num_top: int) -> TokenLogprobs:
+        """logits [r, V] raw, chosen [r] int64 -> log-probs over all V; ranks and best among valid ids."""
+        logprobs = logits.log_softmax(dim=-1)
+        valid, chosen = logits[:, : self.num_valid_ids], chosen[:, None]
+        rank = (valid > logits.gather(1, chosen)).sum(dim=-1) + 1
+        top_ids = largest(valid, num_top)[1]
+        return TokenLogprobs(logprobs.gather(1, chosen)[:, 0], rank, top_ids, logprobs.gather(1, top_ids))
+
+
+def keep_top(x: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
+    """x [m, V] -> the same with -inf outside the top_k [m] int64 (V is off) and top_p [m] float64 sets.
+
+    top_p works on the probabilities renormalised over what top_k left. Ties go to the lowest id. At first
+    only the `width` best ids are looked at; a row whose nucleus is larger is ranked whole.
+    """
+    weights = (x.softmax(dim=-1) * FIXED_POINT).to(torch.int64)
+    values, ids = largest(x, width)  # [m, width]
+    ranked = weights.gather(1, ids)
+    in_top_k = torch.arange(width, device=x.device) < top_k[:, None]
+    total = torch.where(top_k <= width, (ranked * in_top_k).sum(dim=-1), weights.sum(dim=-1))
+    mass_before = ranked.cumsum(dim=-1) - ranked
+    keep = in_top_k & ((mass_before < top_p[:, None] * total[:, None]) | (top_p[:, None] >= 1))
+    out = torch.full_like(x, NEG_INF).scatter_(1, ids, values.masked_fill(~keep, NEG_INF))
+    larger = (keep[:, -1] & (top_k > width)).nonzero()[:, 0]  # V > width only then
+    if larger.numel():
+        out[larger] = keep_top(x[larger], top_k[larger], top_p[larger], x.shape[1])
+    return out
+
+
+def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """x [m, V] float32 -> the k largest of each row and their ids, both [m, k], ties in the order of ids."""
+    # topk takes any of equal values; one more than asked for shows whether a tie crosses the edge.
+    values, ids = x.topk(min(k + 1, x.shape[1]), dim=-1)
+    by_id = ids.argsort(dim=-1)
+    values, ids = values.gather(1, by_id), ids.gather(1, by_id)
+    order = values.argsort(dim=-1, descending=True, stable=True)
+    values, ids = values.gather(1, order), ids.gather(1, order)
+    if 0 < k < x.shape[1]:
+        crossing = ((values[:, k - 1] == values[:, k]) & values[:, k].isfinite()).nonzero()[:, 0]
+        if crossing.numel():
+            ids[crossing, :k] = _sort_keys(x[crossing]).topk(k, dim=-1).indices
+    return values[:, :k], ids[:, :k]
+
+
+def _sort_keys(x: Tensor) -> Tensor:
+    """x [m, V] float32 -> distinct int64 keys in the order (value, then lower id)."""
+    bits = (x + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
+    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
+    return (ordered << 32) - torch.arange(x.shape[1], device=x.device)
+
+
+def _ids(values: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.array(values, dtype=np.int64)

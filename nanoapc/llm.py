@@ -1,0 +1,381 @@
+"""LLM: offline batch inference, the public face of the engine. Names and arguments follow vLLM's `LLM`.
+
+    generate / chat / stream -> Prompts -> Requests -> scheduler (in prefix order) -> step, step, ... -> RequestOutputs
+
+Everything is checked before anything runs; results come back in the caller's order (stream: as they finish).
+
+Threads: any number may call at once. The requests of all calls share the batch; whoever holds the lock runs the next
+step for everybody and puts finished outputs where their callers find them.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+from tqdm import tqdm
+
+from nanoapc.config import EngineConfig
+from nanoapc.engine.engine import Engine
+from nanoapc.engine.prefix_order import prefix_order
+from nanoapc.engine.request import Request, make_output
+from nanoapc.engine.sequence import Sequence as EngineSequence
+from nanoapc.inputs import InputProcessor, PromptType, as_conversations, as_prompt_list, groups, pair_params
+from nanoapc.outputs import RequestOutput
+from nanoapc.sampling_params import SamplingParams
+
+
+class _Call:
+    """One call of generate, chat or stream (or the step interface): its requests and where their outputs arrive."""
+
+    def __init__(self, source: Iterator[list[EngineSequence]]):
+        self.source: Iterator[list[EngineSequence]] | None = source  # sequences still to be submitted
+        self.pending: dict[str, Request] = {}
+        self.finished: deque[RequestOutput] = deque()
+        self.error: BaseException | None = None
+
+
+class LLM:
+    """A model, its KV cache and a scheduler in this process.
+
+    Args:
+        model: a directory with config.json, safetensors and tokenizer, or a name on the Hugging Face hub.
+        arguments: the fields of `EngineConfig` (dtype, device, max_model_len, block_size, ...); an unknown one is an
+            error. See there for meanings and defaults.
+
+    Raises:
+        ValueError: an argument, the model directory or the sizes do not work; the message says what to change.
+
+    Use it as a context manager or call `close()` to give the memory back early.
+    """
+
+    def __init__(self, model: str | os.PathLike[str], **arguments: Any):
+        self.engine = Engine(EngineConfig.from_arguments(model, **arguments))
+        self._inputs = InputProcessor(
+            self.engine.tokenizer, self.engine.model_config.vocab_size, self.engine.max_model_len
+        )
+        self._lock = threading.RLock()
+        self._calls: list[_Call] = []
+        self._steps = _Call(iter(()))
+
+    # -- whole batches -----------------------------------------------------------------------------------
+
+    def generate(
+        self,
+        prompts: PromptType | Iterable[PromptType],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        lora_request: None = None,
+    ) -> list[RequestOutput]:
+        """Completes prompts; the outputs stand in the order of the prompts.
+
+        Args:
+            prompts: one or many; each a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and
+                optionally "cache_salt" (only requests with the same salt share cached prefixes). Texts are
+                tokenised as the tokenizer does it, with its BOS; do not pass rendered chat templates, use `chat`.
+            sampling_params: one for all or one for each; None samples with the defaults.
+            use_tqdm: show progress on standard error.
+
+        Raises:
+            ValueError: a prompt or a parameter does not work (it names the index); nothing has run then.
+        """
+        if lora_request is not None:
+            raise ValueError(f"lora_request={lora_request!r}: LoRA adapters are not supported; merge it into the weights")
+        raw = as_prompt_list(prompts)
+        params = pair_params(raw, sampling_params, SamplingParams())
+        self._verify(params)
+        with tqdm(total=len(raw), desc="Tokenizing", disable=not use_tqdm, leave=False) as bar:
+            ready = self._inputs.prompts(raw, progress=bar.update)
+        requests = [Request("", i, *pair) for i, pair in enumerate(zip(ready, params, strict=True))]
+        return self._run_all(requests, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Answers conversations: one list of {"role", "content"} messages, or a list of such lists.
+
+        The model's chat template (or `chat_template`) makes the prompt; it brings the BOS token, if there is one.
+        """
+        options = {
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+            "tools": tools,
+            **(chat_template_kwargs or {}),
+        }
+        conversations = as_conversations(messages)
+        token_ids = [self._inputs.render_chat(c, i, chat_template, options) for i, c in enumerate(conversations)]
+        prompts = [{"prompt_token_ids": ids, "cache_salt": cache_salt} for ids in token_ids]
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def _run_all(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        outputs: list[RequestOutput | None] = [None] * len(requests)
+        with self._lock:
+            sequences = self.engine.prepare(requests)
+        if self.engine.config.schedule_policy == "prefix":
+            sequences = prefix_order(sequences)
+        call = _Call(groups(sequences, 2 * self.engine.config.max_num_seqs))
+        call.pending = {request.request_id: request for request in requests}
+        for request in requests:
+            request.call = call
+        with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
+            speed = _Speed(bar)
+            for output in self._serve(call):
+                outputs[output.index] = output
+                speed.count(output)
+        return outputs  # type: ignore[return-value]
+
+    # -- streams -----------------------------------------------------------------------------------------
+
+    def stream(
+        self,
+        prompts: Iterable[PromptType],
+        sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yields each RequestOutput as it finishes (`output.index` is the place of its prompt).
+
+        Takes any iterable and reads it as it goes: at most a few times max_num_seqs requests exist at once, however
+        many prompts there are. Each such window runs in prefix order. A bad prompt is a ValueError once
+        everything before it has been yielded.
+        """
+        if sampling_params is None or isinstance(sampling_params, SamplingParams):
+            pairs: Iterable[Any] = zip(prompts, repeat(sampling_params or SamplingParams()))  # noqa: B905
+        else:
+            pairs = zip(prompts, sampling_params, strict=True)
+        call = _Call(iter(()))
+        call.source = self._windows(pairs, call)
+        return self._serve(call)
+
+    def _windows(self, pairs: Iterable[tuple[Any, SamplingParams]], call: _Call) -> Iterator[list[EngineSequence]]:
+        """Reads the pairs window by window; what precedes a bad one still runs before its error is raised."""
+        index = 0
+        for window in groups(_until_error(pairs), 2 * self.engine.config.max_num_seqs):
+            requests, error = self._window(window, index, call)
+            with self._lock:
+                sequences = self.engine.prepare(requests)
+                call.pending.update((request.request_id, request) for request in requests)
+            index += len(window)
+            yield sequences
+            if error is not None:
+                while call.pending:
+                    yield []
+                raise error
+
+    def _window(
+        self, window: list[Any], index: int, call: _Call
+    ) -> tuple[list[Request], BaseException | None]:
+        requests: list[Request] = []
+        try:
+            return self._requests(window, index, call), None
+        except Exception:
+            pass  # find out which one it is, and keep those before it
+        for i, item in enumerate(window):
+            try:
+                requests += self._requests([item], index + i, call)
+            except Exception as error:
+                return requests, error
+        return requests, None
+
+    def _requests(self, window: list[Any], index: int, call: _Call) -> list[Request]:
+        for item in window:
+            if isinstance(item, BaseException):
+                raise item
+        prompts, params = [p for p, _ in window], [s for _, s in window]
+        self._verify(pair_params(prompts, params, SamplingParams()), index)
+        ready = self._inputs.prompts(prompts, index)
+        return [
+            Request("", index + i, *pair, call=call) for i, pair in enumerate(zip(ready, params, strict=True))
+        ]
+
+    # -- step by step ------------------------------------------------------------------------------------
+
+    def add_request(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> str:
+        """Queues one prompt for `step`; returns its request_id."""
+        with self._lock:
+            (request,) = self._requests([(prompt, sampling_params or SamplingParams())], 0, self._steps)
+            self.engine.submit(self.engine.prepare([request]))
+            self._steps.pending[request.request_id] = request
+            return request.request_id
+
+    def step(self) -> list[RequestOutput]:
+        """Runs one step for everything queued; returns the outputs of `add_request` requests finished since the last."""
+        with self._lock:
+            self._step()
+            finished = list(self._steps.finished)
+            self._steps.finished.clear()
+            return finished
+
+    def has_unfinished_requests(self) -> bool:
+        """Whether requests of `add_request` are unfinished or not yet fetched."""
+        return bool(self._steps.pending or self._steps.finished)
+
+    def abort_request(self, request_id: str) -> bool:
+        """Drops an unfinished request of `add_request`; False if there is none of this id."""
+        with self._lock:
+            request = self._steps.pending.pop(request_id, None)
+            if request is not None:
+                self.engine.abort([request])
+            return request is not None
+
+    # -- the loop ----------------------------------------------------------------------------------------
+
+    def _serve(self, call: _Call) -> Iterator[RequestOutput]:
+        """Feeds and steps the engine until the call is done; yields its outputs as they finish."""
+        self._check_open()
+        with self._lock:
+            self._calls.append(call)
+        try:
+            while call.pending or call.finished or call.source is not None:
+                self._feed(call)
+                with self._lock:
+                    if call.error is not None:
+                        raise RuntimeError("a step that this request shared has failed") from call.error
+                    if not call.finished and call.pending:
+                        self._step()
+                    done = list(call.finished)
+                    call.finished.clear()
+                yield from done
+        finally:
+            with self._lock:
+                self._calls.remove(call)
+                if self.engine.dead is None:
+                    self.engine.abort(call.pending.values())
+                call.pending.clear()
+
+    def _feed(self, call: _Call) -> None:
+        """Keeps enough sequences waiting; the lock is not held while the caller's iterable is read."""
+        while call.source is not None and len(self.engine.scheduler.waiting) < self.engine.config.max_num_seqs:
+            try:
+                sequences = next(call.source)
+            except StopIteration:
+                call.source = None
+                return
+            if not sequences:
+                return
+            with self._lock:
+                self.engine.submit(sequences)
+
+    def _step(self) -> None:
+        """One step for everybody (the lock is held)."""
+        try:
+            finished = self.engine.step()
+        except BaseException as error:
+            for call in (*self._calls, self._steps):
+                if call.pending:
+                    call.error = error if call is not self._steps else None
+                    call.pending.clear()
+            raise
+        for request in finished:
+            request.call.pending.pop(request.request_id, None)
+            request.call.finished.append(make_output(request, self.engine.tokenizer))
+
+    def _verify(self, params: Sequence[SamplingParams], first_index: int = 0) -> None:
+        self._check_open()
+        checked: set[int] = set()
+        for i, item in enumerate(params):
+            if id(item) in checked:
+                continue
+            checked.add(id(item))
+            try:
+                item.verify(self.engine.num_valid_ids, self.engine.tokenizer is not None)
+            except ValueError as error:
+                raise ValueError(f"sampling_params of prompt {first_index + i}: {error}") from None
+
+    # -- the rest ----------------------------------------------------------------------------------------
+
+    def get_tokenizer(self) -> Any:
+        """The transformers tokenizer (None with skip_tokenizer_init)."""
+        return self.engine.tokenizer
+
+    def reset_prefix_cache(self) -> bool:
+        """Forgets all cached prefixes. False, and nothing changes, while requests are running."""
+        with self._lock:
+            self._check_open()
+            return self.engine.reset_prefix_cache()
+
+    def prefix_cache_stats(self) -> dict[str, float]:
+        """Counts since the start, in tokens (see `PrefixCacheStats`), and what the cache holds now."""
+        with self._lock:
+            scheduler, pool = self.engine.scheduler, self.engine.manager.pool
+            prefixes = [prefix for prefix in pool.prefixes() if prefix.blocks]
+            return {
+                **asdict(scheduler.stats),
+                "hit_rate": scheduler.stats.hit_rate,
+                "cached_blocks": sum(len(prefix.blocks) for prefix in prefixes),
+                "cached_prefixes": sum(prefix.is_leaf for prefix in prefixes),
+                "evictions": pool.num_evictions,
+            }
+
+    def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replaces all weights by (name, tensor) pairs with the checkpoint's names, and resets the prefix cache.
+
+        Weights that are changed behind the engine's back need `reset_prefix_cache()`.
+        """
+        with self._lock:
+            self._check_open()
+            self.engine.load_weights(tensors)
+
+    def close(self) -> None:
+        """Gives model and KV cache back; a second call does nothing."""
+        with self._lock:
+            self.engine.close()
+
+    def _check_open(self) -> None:
+        if self.engine.dead is not None:
+            raise RuntimeError(self.engine.dead)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Speed:
+    """The progress bar's text: prompt tokens (computed, and cached apart) and output tokens a second."""
+
+    def __init__(self, bar: Any):
+        self.bar = bar
+        self.computed = self.cached = self.generated = 0
+
+    def count(self, output: RequestOutput) -> None:
+        """One more finished request."""
+        self.computed += len(output.prompt_token_ids) - output.num_cached_tokens
+        self.cached += output.num_cached_tokens
+        self.generated += sum(len(completion.token_ids) for completion in output.outputs)
+        if not self.bar.disable:
+            seconds = max(self.bar.format_dict["elapsed"], 1e-9)
+            self.bar.set_postfix_str(
+                f"prompt {self.computed / seconds:.0f} tok/s + {self.cached} cached, "
+                f"output {self.generated / seconds:.0f} tok/s",
+                refresh=False,
+            )
+        self.bar.update(1)
+
+
+def _until_error(items: Iterable[Any]) -> Iterator[Any]:
+    """The items; if reading them fails, the exception comes as the last one."""
+    iterator = chain(items)
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            yield error
+            return
+        yield item

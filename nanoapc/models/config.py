@@ -1,0 +1,142 @@
+"""ModelConfig: what the engine needs to know of config.json and generation_config.json.
+
+Read by hand from the JSON, in the spellings of transformers 4 and 5: every key that matters is seen here.
+Invariant: a ModelConfig describes a model that runs here as it does in transformers; what would make it
+differ (quantisation, sliding windows, unknown activations or rope types) is refused by name, never ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanoapc.layers.rotary import RopeConfig
+from nanoapc.models.checkpoint import check_directory, read_headers, read_json, tensor_files
+from nanoapc.models.registry import find_family
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a model. Sizes count elements, `max_position_embeddings` counts tokens.
+
+    dtype          what the checkpoint is stored in: config.json's word for it, else the first tensor's
+    eos_token_ids  every id that ends a text: generation_config.json's, else config.json's
+    vocab_size     rows of the embedding and of the head; may exceed what the tokenizer knows
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    max_position_embeddings: int
+    tie_word_embeddings: bool
+    qkv_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    qk_norm: bool
+    dtype: torch.dtype
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def from_directory(cls, directory: str | Path) -> ModelConfig:
+        """Reads a model directory; its weights are needed only where config.json names no dtype.
+
+        Raises:
+            ValueError: no model directory, or a model that is not supported; names file, key and value.
+        """
+        directory = Path(directory)
+        check_directory(directory)
+        raw = read_json(directory / "config.json")
+        generation = directory / "generation_config.json"
+        generation_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+        try:
+            if (name := raw.get("dtype") or raw.get("torch_dtype")) is None:
+                files = tensor_files(directory)
+                dtype = read_headers({min(files): files[min(files)]})[min(files)][1]
+            elif (name := str(name).removeprefix("torch.")) in DTYPES:
+                dtype = DTYPES[name]
+            else:
+                raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
+            return cls.from_json(raw, dtype, generation_eos)
+        except ValueError as error:
+            raise ValueError(f"{directory / 'config.json'}: {error}") from error
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any], dtype: torch.dtype, generation_eos: Any = None) -> ModelConfig:
+        """The config for a parsed config.json; `generation_eos` is generation_config.json's eos_token_id."""
+        family = find_family(raw)
+        raw = {**family.config_defaults, **raw}
+        variant = family.variant(raw)
+        _refuse_unsupported(raw, variant.sliding_window)
+        hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
+        num_kv_heads = (
+            num_heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads")
+        )
+        head_dim = hidden_size // num_heads if raw.get("head_dim") is None else _size(raw, "head_dim")
+        if num_heads % num_kv_heads:
+            raise ValueError(
+                f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
+            )
+        if head_dim % 2:
+            raise ValueError(f"head_dim {head_dim} is odd; rotary embeddings need pairs")
+        return cls(
+            architecture=family.__name__,
+            vocab_size=_size(raw, "vocab_size"),
+            hidden_size=hidden_size,
+            intermediate_size=_size(raw, "intermediate_size"),
+            num_layers=_size(raw, "num_hidden_layers"),
+            num_heads=num_heads,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=float(raw.get("rms_norm_eps") or 1e-6),
+            max_position_embeddings=_size(raw, "max_position_embeddings"),
+            rope=RopeConfig.from_json(raw),
+            tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
+            qkv_bias=variant.qkv_bias,
+            output_bias=variant.output_bias,
+            mlp_bias=variant.mlp_bias,
+            qk_norm=variant.qk_norm,
+            dtype=dtype,
+            eos_token_ids=_token_ids(raw.get("eos_token_id") if generation_eos is None else generation_eos),
+        )
+
+
+def _refuse_unsupported(raw: Mapping[str, Any], sliding_window: int | None) -> None:
+    for key in ("quantization_config", "compression_config"):
+        if raw.get(key):
+            raise ValueError(
+                f"quantised checkpoints are not supported, use the unquantised model ({key}: {raw[key]})"
+            )
+    if sliding_window is not None or "sliding_attention" in (raw.get("layer_types") or ()):
+        raise ValueError(
+            f"sliding-window attention is not supported (sliding_window: {raw.get('sliding_window')})"
+        )
+    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+        raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
+
+
+def _size(raw: Mapping[str, Any], key: str) -> int:
+    value = raw.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} must be a positive whole number, got {value!r}")
+    return value
+
+
+def _token_ids(eos: Any) -> tuple[int, ...]:
+    """Nothing, one id or a list of them -> the ids in order, each once."""
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if not all(isinstance(token_id, int) for token_id in ids):
+        raise ValueError(f"eos_token_id must be a token id or a list of them, got {eos!r}")
+    return tuple(dict.fromkeys(ids))

@@ -1,0 +1,194 @@
+"""From a checkpoint's tensors to a model that runs: check everything, then stream tensor by tensor.
+
+    checkpoint            model                              kernels
+    q_proj.weight  --+
+    k_proj.weight  --+--> qkv_proj.weight (rows of each) --> packed, the merged weight is dropped
+    v_proj.weight  --+
+
+Invariants: names and shapes are compared, in both directions, before the first tensor is read, so a wrong
+checkpoint changes nothing; beyond the weights themselves, memory holds about one tensor at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nanoapc.kernels import Kernels
+from nanoapc.layers.linear import Linear
+from nanoapc.layers.norm import RMSNorm
+from nanoapc.models.checkpoint import read_headers, read_tensors, tensor_files
+from nanoapc.models.config import ModelConfig
+from nanoapc.models.decoder import CausalLM
+from nanoapc.models.registry import find_family
+
+logger = logging.getLogger(__name__)
+
+HEAD = "lm_head.weight"
+IGNORED_SUFFIX = "rotary_emb.inv_freq"
+"""Old Llama checkpoints store this; it follows from config.json."""
+
+
+class Destination(NamedTuple):
+    """Where a checkpoint tensor goes: rows [first_row, first_row + shape[0]) of a module's parameter."""
+
+    module: nn.Module
+    parameter: str
+    first_row: int
+    shape: tuple[int, ...]
+
+
+def load_model(
+    model_dir: str | Path,
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    kernels: Kernels,
+    max_len: int,
+    load_format: str = "auto",
+) -> CausalLM:
+    """Builds a model and fills it from a directory of safetensors, or with noise (load_format "dummy").
+
+    Args:
+        model_dir: the directory; not read for "dummy".
+        config: what `ModelConfig.from_directory` says of it.
+        dtype: of weights and activations.
+        device: where the weights go.
+        kernels: the device's functions; they take over the linear layers' weights.
+        max_len: the longest sequence in tokens.
+        load_format: "auto" or "dummy".
+
+    Raises:
+        ValueError: files are missing or unreadable; tensors are missing, surplus or of the wrong shape.
+    """
+    family = find_family({"architectures": [config.architecture]})
+    model = family(config, kernels, max_len, device).eval()
+    destinations = _destinations(model)
+    if load_format == "dummy":
+        _fill(model, destinations, _noise(destinations, dtype, device), dtype, device)
+    elif load_format == "auto":
+        files = tensor_files(Path(model_dir))
+        shapes = {name: shape for name, (shape, _) in read_headers(files).items()}
+        names = _check(str(model_dir), config, destinations, shapes)
+        names.sort(key=lambda name: (name == HEAD and config.tie_word_embeddings, files[name], name))
+        _fill(model, destinations, read_tensors(files, names), dtype, device)
+    else:
+        raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
+    return model
+
+
+def replace_weights(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> None:
+    """Replaces all weights of a loaded model by (name, tensor) pairs with a checkpoint's names and shapes.
+
+    Tensors may have any float dtype and device; the model keeps its own. Nothing changes if this raises.
+
+    Raises:
+        ValueError: tensors are missing, surplus or of the wrong shape.
+    """
+    given = dict(tensors)
+    destinations = _destinations(model)
+    shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
+    names = _check("the given weights", model.config, destinations, shapes)
+    names.sort(key=lambda name: name == HEAD and model.config.tie_word_embeddings)
+    weight = model.model.embed_tokens.weight
+    _fill(model, destinations, ((name, given[name]) for name in names), weight.dtype, weight.device)
+
+
+def _destinations(model: CausalLM) -> dict[str, Destination]:
+    """Every tensor that a checkpoint of this model must have, by its name there."""
+    found = {}
+    for path, module in model.named_modules():
+        parent, _, own_name = path.rpartition(".")
+        parts = model.packed_modules_mapping.get(own_name, (own_name,))
+        for parameter, tensor in module.named_parameters(recurse=False):
+            sizes = module.output_sizes if isinstance(module, Linear) else tensor.shape[:1]
+            first_row = 0
+            for part, size in zip(parts, sizes, strict=True):
+                name = f"{parent}.{part}.{parameter}".lstrip(".")
+                found[name] = Destination(module, parameter, first_row, (size, *tensor.shape[1:]))
+                first_row += size
+    if model.config.tie_word_embeddings:
+        del found[HEAD]
+    return found
+
+
+def _check(
+    source: str,
+    config: ModelConfig,
+    destinations: Mapping[str, Destination],
+    shapes: Mapping[str, tuple[int, ...]],
+) -> list[str]:
+    """The names to read: all that the model needs, and a tied head to compare."""
+    spare = {HEAD} if config.tie_word_embeddings else set()
+    names = [name for name in shapes if not name.endswith(IGNORED_SUFFIX)]
+    problems = [
+        f"{name} has shape {list(shapes[name])}, expected {list(destinations[name].shape)}"
+        for name in names
+        if name in destinations and shapes[name] != destinations[name].shape
+    ]
+    if missing := [name for name in destinations if name not in shapes]:
+        problems.append(f"missing: {_some(missing)}")
+    if surplus := [name for name in names if name not in destinations and name not in spare]:
+        problems.append(f"not part of a {config.architecture} with this config.json: {_some(surplus)}")
+    if problems:
+        raise ValueError(f"{source} does not fit its config.json. {_some(problems, '; ')}")
+    return names
+
+
+def _some(items: Sequence[str], separator: str = ", ") -> str:
+    """The first few of a list that may be very long."""
+    more = f"{separator}and {len(items) - 8} more" if len(items) > 8 else ""
+    return separator.join(items[:8]) + more
+
+
+def _noise(
+    destinations: Mapping[str, Destination], dtype: torch.dtype, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """Weights for runs that only time: normal with deviation 0.02, norms 1, the same every time."""
+    generator = torch.Generator(device).manual_seed(0)
+    for name, destination in destinations.items():
+        tensor = torch.ones(destination.shape, dtype=dtype, device=device)
+        if not isinstance(destination.module, RMSNorm):
+            tensor.normal_(0.0, 0.02, generator=generator)
+        yield name, tensor
+
+
+def _fill(
+    model: CausalLM,
+    destinations: Mapping[str, Destination],
+    tensors: Iterable[tuple[str, Tensor]],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> None:
+    """Copies tensors to their destinations and packs each linear layer as soon as it is complete."""
+    waiting = Counter(destination.module for destination in destinations.values())
+    for name, tensor in tensors:
+        if name not in destinations:  # a tied head: last in the order, so the embedding is there
+            _compare_tied_head(model, tensor)
+            continue
+        module, parameter, first_row, shape = destinations[name]
+        if getattr(module, parameter).is_meta:
+            whole = torch.empty(getattr(module, parameter).shape, dtype=dtype, device=device)
+            setattr(module, parameter, nn.Parameter(whole, requires_grad=False))
+        getattr(module, parameter).data[first_row : first_row + shape[0]].copy_(tensor)
+        waiting[module] -= 1
+        if isinstance(module, Linear) and waiting[module] == 0:
+            module.pack(model.kernels)
+    if model.config.tie_word_embeddings:
+        model.tie_head()
+        model.lm_head.pack(model.kernels)
+
+
+def _compare_tied_head(model: CausalLM, head: Tensor) -> None:
+    embedding = model.model.embed_tokens.weight
+    if not torch.equal(head.to(embedding.device, embedding.dtype), embedding):
+        logger.warning(
+            "%s is ignored: it differs from the embedding, to which config.json ties the head", HEAD
+        )

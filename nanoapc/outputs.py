@@ -1,0 +1,102 @@
+"""What a request gives back, with vLLM's names and shapes.
+
+Invariant: plain host data. `outputs[i].logprobs[t]` belongs to `outputs[i].token_ids[t]`, and
+`prompt_logprobs[t]` to `prompt_token_ids[t]`; the first prompt token follows nothing, so its entry is None.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log-probability of one token id at one position, from the raw logits (before any bias)."""
+
+    logprob: float
+    rank: int | None = None
+    """1 for the best: one more than the number of ids with a greater logit."""
+    decoded_token: str | None = None
+    """The token's own text; None without a tokenizer."""
+
+
+@dataclass
+class CompletionOutput:
+    """One generated sequence."""
+
+    index: int
+    """Which of the n sequences of its request."""
+    text: str
+    token_ids: list[int]
+    """The generated ids, with the stop token if one ended it."""
+    cumulative_logprob: float | None = None
+    """Sum of the chosen tokens' log-probs; None unless log-probs were asked for."""
+    logprobs: list[dict[int, Logprob]] | None = None
+    """Per token: k or k + 1 entries, always with the chosen id."""
+    finish_reason: FinishReason | None = None
+    """"stop": a stop string, stop token or end-of-sequence id; "length": max_tokens or no room; "abort"."""
+    stop_reason: str | int | None = None
+    """The stop string or the stop token id that ended it; None for an end-of-sequence id."""
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """When things happened to a request, in seconds on one monotonic clock."""
+
+    arrival_time: float
+    first_token_time: float | None = None
+    finished_time: float | None = None
+
+    @property
+    def time_to_first_token_s(self) -> float | None:
+        """Seconds from arrival to the first token of any of its outputs."""
+        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
+
+    @property
+    def time_to_end_s(self) -> float | None:
+        """Seconds from arrival to the end of its last output."""
+        return None if self.finished_time is None else self.finished_time - self.arrival_time
+
+
+@dataclass
+class RequestOutput:
+    """A request and its n outputs."""
+
+    request_id: str
+    prompt: str | None
+    """The prompt's text; None if the request came as token ids."""
+    prompt_token_ids: list[int]
+    """What was run, special tokens included."""
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    """One entry per prompt token, the first None; None unless asked for."""
+    outputs: list[CompletionOutput] = field(default_factory=list)
+    """Ordered by index."""
+    finished: bool = False
+    num_cached_tokens: int = 0
+    """How many prompt tokens were found in the prefix cache."""
+    index: int = 0
+    """The place of the prompt in the call's list (`stream` yields in another order)."""
+    metrics: RequestMetrics | None = None
+
+
+def logprob_entries(
+    token_id: int,
+    logprob: float,
+    rank: int,
+    top_ids: Sequence[int],
+    top_logprobs: Sequence[float],
+    decode: Callable[[int], str] | None = None,
+) -> dict[int, Logprob]:
+    """One position's entries: the best ids in order (ties share a rank), then the chosen id if it is new."""
+    entries: dict[int, Logprob] = {}
+    best_rank, previous = 1, None
+    for place, (top_id, top_logprob) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
+        if top_logprob != previous:
+            best_rank, previous = place, top_logprob
+        entries[top_id] = Logprob(top_logprob, best_rank, decode(top_id) if decode else None)
+    entries[token_id] = Logprob(logprob, rank, decode(token_id) if decode else None)
+    return entries

@@ -1,0 +1,227 @@
+"""SamplingParams: how one request is sampled, with vLLM's names and defaults.
+
+Invariant: an instance is valid and normalised. Every value is checked when it is constructed (a ValueError
+names the parameter, the value and what is allowed), sequences become tuples of their own, and nothing can be
+changed afterwards (`dataclasses.replace` makes a changed copy). What depends on the model (token ids inside
+the vocabulary, a tokenizer for strings) is checked by `verify`, before a request runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any, Protocol
+
+GREEDY_BELOW = 1e-5
+"""A temperature below this is greedy: the best token has practically all of the probability."""
+FLOAT32_MAX = 3.4e38
+
+
+class Encoder(Protocol):
+    """The part of a tokenizer that bad words need."""
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
+        """Text -> token ids."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to sample the outputs of one request.
+
+    Order in which they act: logit_bias, allowed_token_ids, bad_words, min_tokens, penalties, temperature,
+    min_p, top_k, top_p. Ties go to the lowest token id. Log-probs are those of the raw logits.
+    """
+
+    n: int = 1  # outputs per prompt; output 0 equals that of n=1, the others have seeds derived from `seed`
+    presence_penalty: float = 0.0  # [-2, 2]: subtracted from the logit of each id that the output holds
+    frequency_penalty: float = 0.0  # [-2, 2]: subtracted once per occurrence of the id in the output
+    repetition_penalty: float = (
+        1.0  # > 0: divides positive, multiplies negative logits of prompt and output ids
+    )
+    temperature: float = 1.0  # >= 0; below 1e-5 it is greedy
+    top_p: float = 1.0  # (0, 1]: keep the smallest set of best ids whose probability reaches it
+    top_k: int = 0  # keep the k best ids; 0 and -1 keep all
+    min_p: float = 0.0  # [0, 1]: keep ids with at least this share of the best id's probability
+    seed: int | None = None  # signed 64-bit; a draw is a function of (seed, position). None, -1: the engine's
+    stop: Sequence[str] = ()  # a string or several: the output ends where the first of them is complete
+    stop_token_ids: Sequence[int] = ()  # end the output, beside the model's own end-of-sequence ids
+    bad_words: Sequence[str] = ()  # never generated: the last token of each is forbidden after the others
+    include_stop_str_in_output: bool = False  # whether the text keeps the stop string
+    ignore_eos: bool = False  # whether to go on after an end-of-sequence id
+    max_tokens: int | None = 16  # >= 1; cut to what `max_model_len` leaves, which is also what None means
+    min_tokens: int = 0  # number of tokens before which only a lack of room ends the output
+    logprobs: int | None = None  # log-probs of so many best ids, and of the chosen one, with each token
+    prompt_logprobs: int | None = None  # the same for the prompt's tokens
+    detokenize: bool = True  # whether to make text at all
+    skip_special_tokens: bool = True  # whether special tokens are left out of the text
+    logit_bias: Mapping[int, float] | None = None  # id -> what is added to its logit; as in JSON "12" is 12
+    allowed_token_ids: Sequence[int] | None = None  # if given, only these ids are generated
+    skip_reading_prefix_cache: bool | None = None  # compute the prompt anew; None: iff prompt_logprobs
+
+    def __post_init__(self) -> None:
+        checks: tuple[tuple[str, Callable[[str, Any], Any]], ...] = (
+            ("n", _integer(1)),
+            ("presence_penalty", _number("in [-2, 2]", lambda x: -2 <= x <= 2)),
+            ("frequency_penalty", _number("in [-2, 2]", lambda x: -2 <= x <= 2)),
+            ("repetition_penalty", _number("above 0 (1 is off)", lambda x: x > 0)),
+            ("temperature", _number("of at least 0 (0 is greedy)", lambda x: x >= 0)),
+            ("top_p", _number("in (0, 1] (1 is off)", lambda x: 0 < x <= 1)),
+            ("top_k", _integer(-1)),
+            ("min_p", _number("in [0, 1] (0 is off)", lambda x: 0 <= x <= 1)),
+            ("seed", _or_none(_integer(-(2**63), 2**63 - 1))),
+            ("stop", _strings),
+            ("stop_token_ids", _token_ids),
+            ("bad_words", _strings),
+            ("include_stop_str_in_output", _flag),
+            ("ignore_eos", _flag),
+            ("max_tokens", _or_none(_integer(1))),
+            ("min_tokens", _integer(0)),
+            ("logprobs", _or_none(_integer(0))),
+            ("prompt_logprobs", _or_none(_integer(0))),
+            ("detokenize", _flag),
+            ("skip_special_tokens", _flag),
+            ("logit_bias", _or_none(_bias)),
+            ("allowed_token_ids", _or_none(_token_ids)),
+            ("skip_reading_prefix_cache", _or_none(_flag)),
+        )
+        for name, check in checks:
+            self._set(name, check(name, getattr(self, name)))
+        self._set("top_k", max(0, self.top_k))
+        self._set("seed", None if self.seed == -1 else self.seed)
+        if self.skip_reading_prefix_cache is None:
+            self._set("skip_reading_prefix_cache", self.prompt_logprobs is not None)
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise _error("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
+        if self.allowed_token_ids == ():
+            raise _error("allowed_token_ids", (), "at least one id, or None for all")
+        if self.stop and not self.detokenize:
+            raise _error("stop", self.stop, "none while detokenize=False, because they are found in the text")
+        if self.prompt_logprobs is not None and not self.skip_reading_prefix_cache:
+            remedy = "True (or None) with prompt_logprobs, which need all logits of the prompt"
+            raise _error("skip_reading_prefix_cache", False, remedy)
+
+    def _set(self, name: str, value: Any) -> None:
+        object.__setattr__(self, name, value)  # the instance is frozen for everybody else
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether the best id is taken, without a draw."""
+        return self.temperature < GREEDY_BELOW
+
+    @property
+    def has_penalties(self) -> bool:
+        """Whether the logits depend on the tokens so far."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def verify(self, num_valid_ids: int, tokenizer_present: bool) -> None:
+        """Check against a model that emits the ids below num_valid_ids; ValueError if something cannot be."""
+        ids: tuple[tuple[str, Iterable[int] | None], ...] = (
+            ("logit_bias", self.logit_bias),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("stop_token_ids", self.stop_token_ids),
+        )
+        for name, token_ids in ids:
+            for token_id in token_ids or ():
+                if token_id >= num_valid_ids:
+                    raise _error(name, token_id, f"ids below {num_valid_ids}, the size of the vocabulary")
+        for name, count in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if count is not None and count > num_valid_ids:
+                raise _error(name, count, f"at most {num_valid_ids}, the size of the vocabulary")
+        for name, strings in (("stop", self.stop), ("bad_words", self.bad_words)):
+            if strings and not tokenizer_present:
+                raise _error(name, strings, "only with a tokenizer; without one use token ids")
+
+    def bad_words_ids(self, tokenizer: Encoder) -> list[tuple[int, ...]]:
+        """The token sequences of the bad words: each as it stands, and without and with a space before it.
+
+        The forms may have different numbers of tokens, and all count. ValueError for a word without tokens.
+        """
+        sequences: dict[tuple[int, ...], None] = {}
+        for word in self.bad_words:
+            forms = [tuple(tokenizer.encode(f, add_special_tokens=False)) for f in _forms(word)]
+            if not forms[0]:
+                raise _error("bad_words", word, "words that the tokenizer turns into at least one token")
+            sequences.update(dict.fromkeys(form for form in forms if form))
+        return list(sequences)
+
+
+def _forms(word: str) -> list[str]:
+    bare = word.lstrip()
+    return [word, bare, " " + bare] if bare else [word]
+
+
+def _error(name: str, value: Any, allowed: str) -> ValueError:
+    return ValueError(f"{name}={value!r} is not possible; allowed: {allowed}")
+
+
+def _or_none(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _integer(low: int, high: int | None = None) -> Callable[[str, Any], int]:
+    """A Python or numpy integer (bool is none) in [low, high] -> int."""
+
+    def check(name: str, value: Any) -> int:
+        is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+        if not is_integer or int(value) < low or (high is not None and int(value) > high):
+            raise _error(
+                name, value, f"an integer, at least {low}" + ("" if high is None else f", at most {high}")
+            )
+        return int(value)
+
+    return check
+
+
+def _number(allowed: str, test: Callable[[float], bool]) -> Callable[[str, Any], float]:
+    """A Python or numpy number (bool is none), finite in float32, that passes the test -> float."""
+
+    def check(name: str, value: Any) -> float:
+        is_number = isinstance(value, Real) and not isinstance(value, bool)
+        if not is_number or not -FLOAT32_MAX < value < FLOAT32_MAX or not test(float(value)):
+            raise _error(name, value, f"a finite number {allowed}".rstrip())
+        return float(value)
+
+    return check
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _error(name, value, "True or False")
+    return value
+
+
+def _strings(name: str, value: Any) -> tuple[str, ...]:
+    items = _items(name, (value,) if isinstance(value, str) else value, "a string or a sequence of strings")
+    if not all(isinstance(item, str) and item for item in items):
+        raise _error(name, value, "strings that are not empty")
+    return items
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    check = _integer(0)
+    return tuple(dict.fromkeys(check(name, item) for item in _items(name, value, "a sequence of token ids")))
+
+
+def _items(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
+    if value is None:
+        return ()
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise _error(name, value, allowed)
+    return tuple(value)
+
+
+def _bias(name: str, value: Any) -> dict[int, float] | None:
+    """Ids may be decimal strings, as in JSON; an empty mapping is the same as None."""
+    if not isinstance(value, Mapping):
+        raise _error(name, value, "a mapping from token id to number")
+    check_id, check_amount = _integer(0), _number("", lambda x: True)
+    bias: dict[int, float] = {}
+    for key, amount in value.items():
+        is_text = isinstance(key, str) and key.isascii() and key.isdigit()
+        token_id = check_id(name, int(key) if is_text else key)
+        if token_id in bias:
+            raise _error(name, key, "each token id once")
+        bias[token_id] = check_amount(f"{name}[{key!r}]", amount)
+    return bias or None

@@ -1,0 +1,243 @@
+"""Each supported architecture gives transformers' logits, and each model that would not is refused by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_rotary import ROPES, old_spelling
+from tiny_models import FAMILIES, forward_logits, hf_logits, load_tiny, make_tiny_model, random_ids
+
+from nanoapc.models.config import ModelConfig
+
+LLAMA3 = ROPES["llama3"]
+YARN = ROPES["yarn"]
+LINEAR = ROPES["linear"]
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama, tied": ("llama", {"tie_word_embeddings": True}),
+    "llama, attention bias": ("llama", {"attention_bias": True}),
+    "llama, mlp bias": ("llama", {"mlp_bias": True}),
+    "llama, head_dim 32": ("llama", {"head_dim": 32}),
+    "llama, one kv head": ("llama", {"num_key_value_heads": 1}),
+    "llama, no grouping": ("llama", {"num_key_value_heads": 4}),
+    "llama, linear rope": ("llama", {"rope_parameters": LINEAR}),
+    "llama, llama3 rope": ("llama", {"rope_parameters": LLAMA3}),
+    "llama, yarn rope": ("llama", {"rope_parameters": YARN}),
+    "mistral": ("mistral", {}),
+    "mistral, tied, head_dim 8": ("mistral", {"tie_word_embeddings": True, "head_dim": 8}),
+    "qwen2": ("qwen2", {}),
+    "qwen2, tied": ("qwen2", {"tie_word_embeddings": True}),
+    "qwen2, yarn rope": ("qwen2", {"rope_parameters": YARN}),
+    "qwen2, unused window": ("qwen2", {"sliding_window": 8, "use_sliding_window": False}),
+    "qwen3": ("qwen3", {}),
+    "qwen3, tied, head_dim 32": ("qwen3", {"tie_word_embeddings": True, "head_dim": 32}),
+    "qwen3, attention bias": ("qwen3", {"attention_bias": True}),
+    "qwen3, yarn rope": ("qwen3", {"rope_parameters": YARN}),
+}
+
+
+def edit_json(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
+    """Rewrites a JSON object with some keys changed or removed."""
+    raw = {key: value for key, value in json.loads(path.read_text()).items() if key not in remove}
+    path.write_text(json.dumps({**raw, **changes}))
+
+
+@pytest.fixture(scope="session")
+def shapes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A saved model of each family."""
+    directories = {family: tmp_path_factory.mktemp(family) for family in FAMILIES}
+    for family, directory in directories.items():
+        make_tiny_model(directory, family, tokenizer=False)
+    return directories
+
+
+def copy_config(source: Path, directory: Path, **changes: Any) -> Path:
+    """A directory with a changed copy of config.json and no weights; None removes nothing, it stores null."""
+    (directory / "config.json").write_text((source / "config.json").read_text())
+    edit_json(directory / "config.json", **changes)
+    return directory
+
+
+class TestLogits:
+    @pytest.mark.parametrize("name", VARIANTS)
+    def test_prefill_chunks_and_decode_equal_transformers(self, name: str, tmp_path: Path) -> None:
+        family, config = VARIANTS[name]
+        hf_model = make_tiny_model(tmp_path, family, tokenizer=False, **config)
+        model, ids = load_tiny(tmp_path), random_ids(45)
+        expected = hf_logits(hf_model, ids)
+        assert expected.std() > 0.5  # the comparison is not one of zeros
+        for chunks in ([45], [1, 16, 7, 21], [33] + 12 * [1]):
+            torch.testing.assert_close(forward_logits(model, ids, chunks), expected, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("name", ["llama, linear rope", "llama, llama3 rope", "qwen3, yarn rope", "qwen3"])
+    def test_long_prompts_equal_transformers_in_both_spellings(self, name: str, tmp_path: Path) -> None:
+        family, config = VARIANTS[name]
+        hf_model = make_tiny_model(tmp_path, family, tokenizer=False, **config)
+        ids = random_ids(400)
+        expected = hf_logits(hf_model, ids)
+        torch.testing.assert_close(forward_logits(load_tiny(tmp_path), ids), expected, rtol=1e-4, atol=1e-4)
+
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(old_spelling(json.loads(path.read_text()))))
+        torch.testing.assert_close(forward_logits(load_tiny(tmp_path), ids), expected, rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("block_size", [1, 3, 16, 64])
+    def test_block_size_does_not_change_logits(self, block_size: int, tmp_path: Path) -> None:
+        hf_model = make_tiny_model(tmp_path, tokenizer=False)
+        ids = random_ids(40)
+        logits = forward_logits(load_tiny(tmp_path), ids, [29, 11], block_size)
+        torch.testing.assert_close(logits, hf_logits(hf_model, ids), rtol=1e-4, atol=1e-4)
+
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_bfloat16_stays_as_close_to_float32_as_transformers_bfloat16(
+        self, family: str, tmp_path: Path
+    ) -> None:
+        hf_model = make_tiny_model(tmp_path, family, dtype=torch.bfloat16, tokenizer=False)
+        ids = random_ids(40)
+        low = hf_logits(hf_model, ids)
+        exact = hf_logits(hf_model.float(), ids)
+        logits = forward_logits(load_tiny(tmp_path, dtype=torch.bfloat16), ids, [30, 10])
+        assert logits.dtype == torch.float32
+        assert (logits - exact).abs().mean() < 1.2 * (low - exact).abs().mean()
+
+    def test_a_missing_or_null_head_dim_is_hidden_size_by_heads(self, tmp_path: Path) -> None:
+        hf_model = make_tiny_model(tmp_path, "llama", tokenizer=False)
+        expected, path = hf_logits(hf_model, random_ids(9)), tmp_path / "config.json"
+        edit_json(path, head_dim=None)
+        torch.testing.assert_close(forward_logits(load_tiny(tmp_path), random_ids(9)), expected)
+        edit_json(path, remove=("head_dim",))
+        torch.testing.assert_close(forward_logits(load_tiny(tmp_path), random_ids(9)), expected)
+
+    def test_qwen3_heads_are_128_wide_where_config_json_is_silent(self, tmp_path: Path) -> None:
+        hf_model = make_tiny_model(tmp_path, "qwen3", head_dim=128, tokenizer=False)
+        edit_json(tmp_path / "config.json", remove=("head_dim",))
+        logits = forward_logits(load_tiny(tmp_path), random_ids(9))
+        torch.testing.assert_close(logits, hf_logits(hf_model, random_ids(9)), rtol=1e-4, atol=1e-4)
+
+
+class TestConfig:
+    def test_architecture_follows_from_model_type_where_none_is_named(
+        self, shapes: dict[str, Path], tmp_path: Path
+    ) -> None:
+        directory = copy_config(shapes["qwen2"], tmp_path, architectures=None)
+        assert ModelConfig.from_directory(directory).architecture == "Qwen2ForCausalLM"
+
+    def test_missing_kv_heads_are_as_many_as_heads(self, shapes: dict[str, Path], tmp_path: Path) -> None:
+        directory = copy_config(shapes["llama"], tmp_path, remove=("num_key_value_heads",))
+        assert ModelConfig.from_directory(directory).num_kv_heads == 4
+
+    @pytest.mark.parametrize(("key", "other"), [("dtype", "torch_dtype"), ("torch_dtype", "dtype")])
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    def test_dtype_is_read_in_both_spellings(
+        self, key: str, other: str, dtype: torch.dtype, shapes: dict[str, Path], tmp_path: Path
+    ) -> None:
+        name = str(dtype).removeprefix("torch.")
+        directory = copy_config(shapes["llama"], tmp_path, remove=(other,), **{key: name})
+        assert ModelConfig.from_directory(directory).dtype == dtype
+
+    def test_without_a_dtype_key_the_dtype_is_that_of_the_tensors(self, tmp_path: Path) -> None:
+        make_tiny_model(tmp_path, dtype=torch.float16, tokenizer=False)
+        edit_json(tmp_path / "config.json", remove=("dtype", "torch_dtype"))
+        assert ModelConfig.from_directory(tmp_path).dtype == torch.float16
+
+    @pytest.mark.parametrize(
+        ("in_config", "in_generation_config", "expected"),
+        [
+            (2, "no file", (2,)),
+            ([2, 7], "no file", (2, 7)),
+            (None, "no file", ()),
+            (2, [5, 9, 5], (5, 9)),
+            (2, 0, (0,)),
+            ([2, 3], None, (2, 3)),
+        ],
+    )
+    def test_all_eos_ids_are_read(
+        self, in_config: Any, in_generation_config: Any, expected: Any, shapes: dict[str, Path], tmp_path: Path
+    ) -> None:
+        copy_config(shapes["qwen3"], tmp_path, eos_token_id=in_config)
+        if in_generation_config != "no file":
+            generation = json.dumps({"eos_token_id": in_generation_config})
+            (tmp_path / "generation_config.json").write_text(generation)
+        assert ModelConfig.from_directory(tmp_path).eos_token_ids == expected
+
+    def test_vocab_size_counts_padded_rows(self, tmp_path: Path) -> None:
+        make_tiny_model(tmp_path, vocab_size=352)
+        model = load_tiny(tmp_path)
+        assert model.config.vocab_size == 352
+        assert forward_logits(model, [5, 6, 7]).shape == (3, 352)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("family", "changes", "message"),
+        [
+            ("mistral", {"sliding_window": 8}, r"sliding-window attention is not supported \(sliding_window: 8\)"),
+            ("mistral", {"remove": ("sliding_window",)}, r"\(sliding_window: 4096\)"),
+            (
+                "qwen2",
+                {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+                r"\(sliding_window: 8\)",
+            ),
+            ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+            ("llama", {"layer_types": ["sliding_attention", "full_attention"]}, "sliding-window"),
+            ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised.*gptq"),
+            ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; only 'silu'"),
+            ("llama", {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: LlamaForCausalLM"),
+            ("llama", {"architectures": None, "model_type": "gpt2"}, "'gpt2' is not supported"),
+            ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
+            ("llama", {"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
+            ("llama", {"hidden_size": None}, "hidden_size must be a positive whole number, got None"),
+            ("llama", {"num_hidden_layers": "2"}, "num_hidden_layers must be a positive whole number, got '2'"),
+            ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+            ("llama", {"head_dim": 15}, "head_dim 15 is odd"),
+            ("llama", {"eos_token_id": "</s>"}, "eos_token_id must be a token id.*'</s>'"),
+        ],
+    )
+    def test_what_would_run_differently_is_refused_by_name(
+        self, family: str, changes: dict[str, Any], message: str, shapes: dict[str, Path], tmp_path: Path
+    ) -> None:
+        copy_config(shapes[family], tmp_path, **changes)
+        with pytest.raises(ValueError, match=message) as error:
+            ModelConfig.from_directory(tmp_path)
+        assert "config.json" in str(error.value)
+
+    @pytest.mark.parametrize(
+        ("family", "changes"),
+        [
+            ("mistral", {"sliding_window": None}),
+            ("qwen2", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}),
+            ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+            ("qwen3", {"use_sliding_window": False, "sliding_window": 4096, "layer_types": None}),
+            ("llama", {"sliding_window": 8}),  # Llama has no windows: transformers ignores the key
+        ],
+    )
+    def test_windows_that_no_layer_uses_are_accepted(
+        self, family: str, changes: dict[str, Any], shapes: dict[str, Path], tmp_path: Path
+    ) -> None:
+        copy_config(shapes[family], tmp_path, **changes)
+        assert ModelConfig.from_directory(tmp_path) == ModelConfig.from_directory(shapes[family])
+
+    @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "null", '{"a": 1'])
+    def test_a_broken_config_json_is_named(self, content: str, tmp_path: Path) -> None:
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ValueError, match=r"config\.json"):
+            ModelConfig.from_directory(tmp_path)
+
+    def test_a_lora_adapter_is_refused(self, shapes: dict[str, Path], tmp_path: Path) -> None:
+        (tmp_path / "adapter_config.json").write_text("{}")
+        with pytest.raises(ValueError, match="LoRA adapter"):
+            ModelConfig.from_directory(tmp_path)
+        copy_config(shapes["llama"], tmp_path)
+        with pytest.raises(ValueError, match="LoRA adapter"):
+            ModelConfig.from_directory(tmp_path)
+
+    def test_a_directory_without_config_json_is_refused(self, tmp_path: Path) -> None:
+        with pytest.raises(ValueError, match=r"has no config\.json"):
+            ModelConfig.from_directory(tmp_path)
+        (tmp_path / "model.gguf").write_bytes(b"GGUF")
+        with pytest.raises(ValueError, match="GGUF files are not supported"):
+            ModelConfig.from_directory(tmp_path)
