@@ -27,7 +27,8 @@ enum Column { ROW_START, NUM_ROWS, TABLE, KV_START, KV_END, LEVEL, TILE_SIZE };
 // ---- weights * V, and the accumulator's layout, by engine ----
 
 // acc [tile][d][16 columns]
-template <typename T> struct VectorValues {
+template <typename Element> struct VectorValues {
+  using T = Element;
   using Engine = VectorEngine<T>;
 
   static int64_t acc_size(int64_t d) { return d * LANES; }

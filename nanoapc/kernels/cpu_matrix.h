@@ -134,7 +134,7 @@ template <typename Work> void for_each(int64_t n, int64_t grain, const Work& wor
 // A thread's own memory, kept and grown; one buffer per purpose.
 enum Purpose { COLUMNS, RESULT, CONVERTED, QUERIES, SCORES, WEIGHTS, VALUES, ACCUMULATOR, NUM_PURPOSES };
 
-template <typename T> T* scratch(Purpose purpose, size_t n) {
+inline void* scratch_bytes(Purpose purpose, size_t num_bytes) {
   struct Buffer {
     void* memory = nullptr;
     size_t size = 0;
@@ -142,14 +142,17 @@ template <typename T> T* scratch(Purpose purpose, size_t n) {
   };
   thread_local Buffer buffers[NUM_PURPOSES];
   Buffer& buffer = buffers[purpose];
-  const size_t bytes = (n * sizeof(T) + 4095) / 4096 * 4096;
+  const size_t bytes = (num_bytes + 4095) / 4096 * 4096;
   if (buffer.size < bytes) {
     std::free(buffer.memory);
     buffer.memory = std::aligned_alloc(4096, bytes);
     buffer.size = buffer.memory ? bytes : 0;
     if (!buffer.memory) throw std::bad_alloc();
   }
-  return static_cast<T*>(buffer.memory);
+  return buffer.memory;
+}
+template <typename T> T* scratch(Purpose purpose, size_t n) {
+  return static_cast<T*>(scratch_bytes(purpose, n * sizeof(T)));
 }
 
 // ---- the vector engine: any type, any machine; products of float32 ----
@@ -198,7 +201,9 @@ template <typename T> struct VectorEngine {
   using Element = T;
   using Packed = float;
   static constexpr int K_MULTIPLE = 1;
-  struct Session {};  // what a thread has to hold while it multiplies
+  struct Session {  // what a thread has to hold while it multiplies
+    ~Session() {}
+  };
 
   static int64_t packed_size(int64_t k) { return k * LANES; }
 

@@ -1,0 +1,408 @@
+// The CPU kernels as PyTorch operators (torch.ops.nanoapc_cpu.*), see kernels/__init__.py for what each has to do.
+//
+// Invariant: a row's result does not depend on the other rows of the call, nor on the number of threads.
+// `amx` says whether bfloat16 products may use the matrix unit (it is ignored where there is none).
+
+#include "cpu_attention.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include <cmath>
+#include <tuple>
+#include <vector>
+
+namespace nanoapc {
+
+using at::Tensor;
+
+template <typename F> void for_dtype(const Tensor& x, const F& f) {
+  if (x.scalar_type() == at::kFloat) return f(float{});
+  if (x.scalar_type() == at::kBFloat16) return f(c10::BFloat16{});
+  if (x.scalar_type() == at::kHalf) return f(c10::Half{});
+  TORCH_CHECK(false, "the CPU kernels take float32, bfloat16 or float16, not ", x.scalar_type());
+}
+
+bool has_amx() {
+#ifdef NANOAPC_AMX
+  return amx_available();
+#else
+  return false;
+#endif
+}
+
+// ---- linear ----
+
+// C blocks [2 groups of 16 outputs][16 tokens] -> out [token][output]
+template <typename T>
+void store_outputs(const float* c, T* out, int64_t stride, int64_t num_tokens, int64_t num_outputs, const T* bias) {
+  for (int64_t g = 0; g < num_outputs; g += LANES, c += BLOCK)
+    for (int64_t t = 0; t < num_tokens; ++t) {
+      f32x16 v;
+      for (int i = 0; i < LANES; ++i) v[i] = c[i * LANES + t];
+      if (bias) v += load_some(bias + g, num_outputs - g);
+      store_some(out + t * stride + g, v, num_outputs - g);
+    }
+}
+
+#ifdef NANOAPC_AMX
+template <>
+void store_outputs(const float* c, c10::BFloat16* out, int64_t stride, int64_t num_tokens, int64_t num_outputs,
+                   const c10::BFloat16* bias) {
+  alignas(64) float with_bias[2 * BLOCK];
+  if (bias) {
+    for (int i = 0; i < std::min<int64_t>(num_outputs, 2 * LANES); ++i)
+      store(with_bias + i * LANES, load(c + i * LANES) + static_cast<float>(bias[i]));
+    c = with_bias;
+  }
+  if (num_outputs == 2 * LANES) return transpose_to_bf16(c, out, stride, num_tokens);
+  c10::BFloat16 all[LANES * 2 * LANES];
+  transpose_to_bf16(c, all, 2 * LANES);
+  for (int64_t t = 0; t < num_tokens; ++t) std::memcpy((void*)(out + t * stride), all + t * 32, num_outputs * 2);
+}
+#endif
+
+// Panels of 32 outputs are handed to the threads; each is multiplied with all tokens of a chunk while it is in cache.
+template <typename Engine>
+void linear_rows(const Tensor& x, const Tensor& weight, const typename Engine::Element* bias, Tensor& out) {
+  using T = typename Engine::Element;
+  const int64_t num_tokens = x.size(0), k = x.size(1), num_outputs = out.size(1), width = weight.size(1);
+  const int64_t packed = Engine::packed_size(k), panels = (num_outputs + 2 * LANES - 1) / (2 * LANES);
+  // Packed tokens of a chunk are to stay in a core's second-level cache.
+  const int64_t fit = (1 << 20) / (packed * int64_t(sizeof(typename Engine::Packed))) / 2 * 2;
+  const int64_t chunk = std::max<int64_t>(fit, 4) * LANES;
+  const T *xp = x.const_data_ptr<T>(), *wp = weight.const_data_ptr<T>();
+  T* op = out.mutable_data_ptr<T>();
+  for (int64_t begin = 0; begin < num_tokens; begin += chunk) {
+    const int64_t count = std::min(chunk, num_tokens - begin), tiles = (count + LANES - 1) / LANES;
+    auto* columns = scratch<typename Engine::Packed>(COLUMNS, tiles * packed);
+    for_each(tiles, 1 + (1 << 15) / packed, [&](auto&& take) {
+      take([&](int64_t t) {
+        const T* rows[LANES] = {};
+        for (int64_t c = 0; c < std::min<int64_t>(LANES, count - t * LANES); ++c)
+          rows[c] = xp + (begin + t * LANES + c) * x.stride(0);
+        Engine::pack(rows, k, columns + t * packed);
+      });
+    });
+    const int64_t grain = std::max<int64_t>(1, panels / (8 * at::get_num_threads()));
+    for_each(panels, grain, [&](auto&& take) {
+      typename Engine::Session session;
+      float* c = scratch<float>(RESULT, tiles * 2 * BLOCK);
+      take([&](int64_t p) {
+        const T* w = wp + p * 2 * LANES * width;
+        const T* groups[2] = {w, w + LANES * width};
+        const int64_t n = std::min<int64_t>(2 * LANES, num_outputs - p * 2 * LANES);
+        Engine::multiply(groups, 2, width, k, columns, tiles, c, 2 * BLOCK);
+        for (int64_t t = 0; t < tiles; ++t)
+          store_outputs<T>(c + t * 2 * BLOCK, op + (begin + t * LANES) * num_outputs + p * 2 * LANES, num_outputs,
+                           std::min<int64_t>(LANES, count - t * LANES), n, bias ? bias + p * 2 * LANES : nullptr);
+      });
+    });
+  }
+}
+
+// x [T, in], weight [outputs padded to 32, in padded to 32] -> [T, num_outputs]
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t num_outputs, bool amx) {
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.scalar_type() == weight.scalar_type(), "linear: x does not fit");
+  Tensor out = at::empty({x.size(0), num_outputs}, x.options());
+  for_dtype(x, [&](auto zero) {
+    using T = decltype(zero);
+    const T* b = bias ? bias->const_data_ptr<T>() : nullptr;
+#ifdef NANOAPC_AMX
+    if constexpr (std::is_same_v<T, c10::BFloat16>)
+      if (amx) return linear_rows<AmxEngine>(x, weight, b, out);
+#endif
+    linear_rows<VectorEngine<T>>(x, weight, b, out);
+  });
+  return out;
+}
+
+// ---- attention ----
+
+template <typename Values>
+void attend(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, const Tensor& positions,
+            const Tensor& block_tables, at::IntArrayRef level_starts, double scale, Tensor& out) {
+  using T = typename Values::T;
+  const int64_t num_rows = q.size(0), num_heads = q.size(1), d = q.size(2), num_kv_heads = kv_cache.size(2);
+  const int64_t num_levels = static_cast<int64_t>(level_starts.size()) - 1;
+  const int32_t* tile = tiles.const_data_ptr<int32_t>();
+  std::vector<int32_t> last_level;
+  Tensor state;
+  if (num_levels > 1) {
+    last_level.resize(num_rows);
+    state = at::empty({num_rows * num_heads * (d + 2)}, q.options().dtype(at::kFloat));
+    for (const int32_t* t = tile; t < tile + level_starts.back() * TILE_SIZE; t += TILE_SIZE)
+      std::fill_n(last_level.begin() + t[ROW_START], t[NUM_ROWS], t[LEVEL]);
+  }
+  const Attention<Values> attention{
+      q.const_data_ptr<T>(), out.mutable_data_ptr<T>(), kv_cache.const_data_ptr<T>(), kv_cache.stride(0),
+      kv_cache.stride(1), num_heads, num_kv_heads, kv_cache.size(3), d, positions.const_data_ptr<int64_t>(),
+      block_tables.const_data_ptr<int32_t>(), block_tables.size(1), static_cast<float>(scale),
+      num_levels > 1 ? state.mutable_data_ptr<float>() : nullptr, last_level.data()};
+  struct Task {
+    int32_t tile, head, first, num;
+  };
+  std::vector<Task> tasks;
+  for (int64_t level = 0; level < num_levels; ++level) {
+    tasks.clear();
+    for (int64_t i = level_starts[level]; i < level_starts[level + 1]; ++i) {
+      const int32_t columns = tile[i * TILE_SIZE + NUM_ROWS] * int32_t(num_heads / num_kv_heads);
+      for (int32_t head = 0; head < num_kv_heads; ++head)
+        for (int32_t first = 0; first < columns; first += MAX_COLUMNS)
+          tasks.push_back({int32_t(i), head, first, std::min<int32_t>(MAX_COLUMNS, columns - first)});
+    }
+    for_each(tasks.size(), 1, [&](auto&& take) {
+      typename Values::Engine::Session session;
+      take([&](int64_t i) {
+        attention.run(tile + tasks[i].tile * TILE_SIZE, tasks[i].head, tasks[i].first, tasks[i].num);
+      });
+    });
+  }
+}
+
+Tensor attention(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, const Tensor& positions,
+                 const Tensor& block_tables, at::IntArrayRef level_starts, double scale, bool amx) {
+  TORCH_CHECK(q.is_contiguous() && tiles.is_contiguous() && block_tables.is_contiguous() &&
+                  kv_cache[0].is_contiguous() && q.scalar_type() == kv_cache.scalar_type(),
+              "attention: layouts or dtypes do not fit");
+  Tensor out = at::empty_like(q);
+  for_dtype(q, [&](auto zero) {
+    using T = decltype(zero);
+#ifdef NANOAPC_AMX
+    if constexpr (std::is_same_v<T, c10::BFloat16>)
+      if (amx && q.size(2) % LANES == 0)
+        return attend<AmxValues>(q, kv_cache, tiles, positions, block_tables, level_starts, scale, out);
+#endif
+    attend<VectorValues<T>>(q, kv_cache, tiles, positions, block_tables, level_starts, scale, out);
+  });
+  return out;
+}
+
+// ---- element-wise steps ----
+
+// Calls f(row) for each row, on several threads once there is enough to do.
+template <typename F> void for_rows(int64_t num_rows, int64_t row_size, const F& f) {
+  at::parallel_for(0, num_rows, std::max<int64_t>(1, (1 << 14) / row_size), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f(i);
+  });
+}
+
+// out = T(x / rms(x)) * weight for one row of n floats; x and out may be the same
+template <typename T> void normalise(const float* x, const T* weight, int64_t n, double eps, float* out) {
+  f32x16 squares{};
+  for (int64_t i = 0; i < n; i += LANES) {
+    const f32x16 v = load_some(x + i, n - i);
+    squares += v * v;
+  }
+  const float factor = 1.0f / std::sqrt(sum_lanes(squares) / n + static_cast<float>(eps));
+  for (int64_t i = 0; i < n; i += LANES) {
+    const f32x16 v = round_to<T>(load_some(x + i, n - i) * factor);
+    store_some(out + i, round_to<T>(v * load_some(weight + i, n - i)), n - i);
+  }
+}
+
+template <typename T> void widen(const T* in, int64_t n, float* out) {
+  for (int64_t i = 0; i < n; i += LANES) store_some(out + i, load_some(in + i, n - i), n - i);
+}
+template <typename T> void narrow(const float* in, int64_t n, T* out) {
+  for (int64_t i = 0; i < n; i += LANES) store_some(out + i, load_some(in + i, n - i), n - i);
+}
+
+// residual undefined: plain norm; otherwise total receives x + residual
+void norm_rows(const Tensor& x, const Tensor* residual, const Tensor& weight, double eps, Tensor& out, Tensor* total) {
+  TORCH_CHECK(x.is_contiguous() && (!residual || residual->is_contiguous()), "rms_norm: inputs must be contiguous");
+  const int64_t n = x.size(-1), num_rows = n ? x.numel() / n : 0;
+  for_dtype(x, [&](auto zero) {
+    using T = decltype(zero);
+    const T *xp = x.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
+    const T* rp = residual ? residual->const_data_ptr<T>() : nullptr;
+    T *op = out.mutable_data_ptr<T>(), *tp = total ? total->mutable_data_ptr<T>() : nullptr;
+    for_rows(num_rows, n, [&](int64_t row) {
+      float* wide = scratch<float>(RESULT, n);
+      if (rp) {
+        for (int64_t i = 0, j = row * n; i < n; i += LANES, j += LANES) {
+          const f32x16 sum = round_to<T>(load_some(xp + j, n - i) + load_some(rp + j, n - i));
+          store_some(wide + i, sum, n - i);
+          store_some(tp + j, sum, n - i);
+        }
+      } else {
+        widen(xp + row * n, n, wide);
+      }
+      normalise(wide, w, n, eps, wide);
+      narrow(wide, n, op + row * n);
+    });
+  });
+}
+
+Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
+  Tensor out = at::empty_like(x);
+  norm_rows(x, nullptr, weight, eps, out, nullptr);
+  return out;
+}
+
+std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
+  Tensor out = at::empty_like(x), total = at::empty_like(x);
+  norm_rows(x, &residual, weight, eps, out, &total);
+  return {out, total};
+}
+
+Tensor silu_and_mul(const Tensor& gate_up) {
+  TORCH_CHECK(gate_up.is_contiguous(), "silu_and_mul: the input must be contiguous");
+  const int64_t num_rows = gate_up.size(0), n = gate_up.size(1) / 2;
+  Tensor out = at::empty({num_rows, n}, gate_up.options());
+  for_dtype(gate_up, [&](auto zero) {
+    using T = decltype(zero);
+    const T* in = gate_up.const_data_ptr<T>();
+    T* op = out.mutable_data_ptr<T>();
+    for_rows(num_rows, 4 * n, [&](int64_t row) {
+      const T *gate = in + row * 2 * n, *up = gate + n;
+      for (int64_t i = 0; i < n; i += LANES) {
+        const f32x16 g = load_some(gate + i, n - i);
+        const f32x16 silu = round_to<T>(g / (exp(-g) + 1.0f));
+        store_some(op + row * n + i, silu * load_some(up + i, n - i), n - i);
+      }
+    });
+  });
+  return out;
+}
+
+Tensor rope_and_store(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin,
+                      const std::optional<Tensor>& q_norm, const std::optional<Tensor>& k_norm, double eps,
+                      const Tensor& kv_cache, const Tensor& slots) {
+  const int64_t num_rows = qkv.size(0), hkv = kv_cache.size(2), block_size = kv_cache.size(3), d = kv_cache.size(4);
+  const int64_t num_heads = qkv.size(1) / d - 2 * hkv;
+  TORCH_CHECK(qkv.is_contiguous() && cos_sin.is_contiguous() && kv_cache[0].is_contiguous() &&
+                  qkv.scalar_type() == kv_cache.scalar_type(),
+              "rope_and_store: layouts or dtypes do not fit");
+  Tensor q = at::empty({num_rows, num_heads, d}, qkv.options());
+  const int64_t *position = positions.const_data_ptr<int64_t>(), *slot = slots.const_data_ptr<int64_t>();
+  for_dtype(qkv, [&](auto zero) {
+    using T = decltype(zero);
+    const T* in = qkv.const_data_ptr<T>();
+    const T* norms[2] = {q_norm ? q_norm->const_data_ptr<T>() : nullptr, k_norm ? k_norm->const_data_ptr<T>() : nullptr};
+    T *qp = q.mutable_data_ptr<T>(), *cache = kv_cache.mutable_data_ptr<T>();
+    for_rows(num_rows, qkv.size(1), [&](int64_t row) {
+      float* x = scratch<float>(RESULT, 2 * d);
+      const int64_t half = d / 2;
+      const float* cos = cos_sin.const_data_ptr<float>() + position[row] * cos_sin.stride(0);
+      T* block = slot[row] < 0 ? nullptr
+                               : cache + slot[row] / block_size * kv_cache.stride(0) + slot[row] % block_size * d;
+      for (int64_t head = 0; head < num_heads + hkv; ++head) {
+        const bool is_key = head >= num_heads;
+        if (is_key && !block) break;
+        widen(in + row * qkv.size(1) + head * d, d, x);
+        if (norms[is_key]) normalise(x, norms[is_key], d, eps, x);
+        float* rotated = x + d;
+        for (int64_t i = 0; i < half; i += LANES) {
+          const int64_t n = half - i;
+          const f32x16 c = load_some(cos + i, n), s = load_some(cos + half + i, n);
+          const f32x16 a = load_some(x + i, n), b = load_some(x + half + i, n);
+          store_some(rotated + i, a * c - b * s, n);
+          store_some(rotated + half + i, b * c + a * s, n);
+        }
+        narrow(rotated, d, is_key ? block + (head - num_heads) * block_size * d : qp + (row * num_heads + head) * d);
+      }
+      for (int64_t head = 0; block && head < hkv; ++head)
+        std::memcpy((void*)(block + kv_cache.stride(1) + head * block_size * d),
+                    in + row * qkv.size(1) + (num_heads + hkv + head) * d, d * sizeof(T));
+    });
+  });
+  return q;
+}
+
+// copies: source, destination, num_tokens, source, ...
+void copy_blocks(const Tensor& kv_memory, at::IntArrayRef copies) {
+  TORCH_CHECK(kv_memory.is_contiguous() && kv_memory.dim() == 6, "copy_blocks: the whole KV memory is needed");
+  const int64_t block_bytes = kv_memory.stride(0) * kv_memory.element_size();
+  const int64_t token_bytes = kv_memory.size(5) * kv_memory.element_size();
+  const int64_t extent = kv_memory.size(4) * token_bytes;  // one layer, K or V, one head
+  char* memory = static_cast<char*>(kv_memory.data_ptr());
+  for (size_t i = 0; i + 2 < copies.size(); i += 3) {
+    TORCH_CHECK(copies[i + 2] >= 0 && copies[i + 2] <= kv_memory.size(4), "copy_blocks: too many tokens");
+    const char* source = memory + copies[i] * block_bytes;
+    char* destination = memory + copies[i + 1] * block_bytes;
+    if (source == destination) continue;
+    for (int64_t at = 0; at < block_bytes; at += extent)
+      std::memcpy(destination + at, source + at, copies[i + 2] * token_bytes);
+  }
+}
+
+// ---- sampling ----
+
+template <typename U> inline U mix(U x) {
+  x ^= x >> 16;
+  x *= 0x7feb352du;
+  x ^= x >> 15;
+  x *= 0x846ca68bu;
+  return x ^ (x >> 16);
+}
+
+// At least the noise of these hashes, by less than 0.1 where it is large. With v = 1 - u and t = -log(u):
+// t = v + v^2/2 + v^3/3 + ... >= y, the first three terms, so -log(t) <= -log(y); the logarithm is taken cheaply.
+inline f32x16 noise_bound(u32x16 hash) {
+  const f32x16 v = (0x1000000 - __builtin_convertvector((i32x16)(hash >> 8), f32x16) - 0.5f) * 0x1p-24f;
+  const f32x16 y = v * (v * (v * 0.33333333f + 0.5f) + 1.0f);
+  const i32x16 bits = (i32x16)y;
+  const f32x16 exponent = __builtin_convertvector((bits >> 23) - 127, f32x16);
+  const f32x16 m = (f32x16)((bits & 0x7fffff) | 0x3f800000) - 1.0f;
+  const f32x16 log2 = exponent + m * (1.4247f - m * 0.4247f);  // within 0.01
+  return log2 * -0.69314718f + 0.02f;
+}
+
+// argmax(logits + noise) per row. The noise costs two logarithms in double precision, so it is taken only for
+// ids whose bound reaches the best value so far: a few of each row.
+Tensor gumbel_argmax(const Tensor& logits, const Tensor& seeds, const Tensor& positions) {
+  TORCH_CHECK(logits.is_contiguous() && logits.scalar_type() == at::kFloat, "gumbel_argmax: float32 logits are needed");
+  const int64_t num_rows = logits.size(0), num_ids = logits.size(1);
+  Tensor ids = at::empty({num_rows}, seeds.options());
+  const float* lp = logits.const_data_ptr<float>();
+  const int64_t *seed = seeds.const_data_ptr<int64_t>(), *position = positions.const_data_ptr<int64_t>();
+  int64_t* out = ids.mutable_data_ptr<int64_t>();
+  for_rows(num_rows, num_ids, [&](int64_t row) {
+    const float* logit = lp + row * num_ids;
+    const uint32_t k0 = mix(mix(uint32_t(position[row])) ^ uint32_t(seed[row]));
+    const uint32_t k1 = mix(k0 ^ uint32_t(uint64_t(seed[row]) >> 32) ^ 0x9e3779b9u);
+    u32x16 lane;
+    for (uint32_t i = 0; i < LANES; ++i) lane[i] = i;
+    float best = -INFINITY;
+    out[row] = 0;
+    constexpr int64_t STRIDE = 8 * LANES;
+    for (int64_t first = 0; first < num_ids; first += STRIDE) {
+      const int64_t end = std::min(first + STRIDE, num_ids);
+      f32x16 bound = broadcast(-INFINITY);
+      for (int64_t i = first; i < end; i += LANES) {
+        const u32x16 hash = mix(mix(lane + uint32_t(i) + k0) ^ k1);
+        const f32x16 value = end - i >= LANES ? load(logit + i) : load_some(logit + i, end - i);
+        bound = max(value + noise_bound(hash), bound);
+      }
+      float highest = bound[0];
+      for (int i = 1; i < LANES; ++i) highest = std::max(highest, bound[i]);
+      if (highest < best) continue;
+      for (int64_t i = first; i < end; ++i) {
+        const uint32_t hash = mix(mix(uint32_t(i) + k0) ^ k1);
+        const double u = ((hash >> 8) + 0.5) * 0x1p-24;
+        const float value = logit[i] + static_cast<float>(-std::log(-std::log(u)));
+        if (value > best) best = value, out[row] = i;
+      }
+    }
+  });
+  return ids;
+}
+
+TORCH_LIBRARY(nanoapc_cpu, m) {
+  m.def("has_amx() -> bool", &has_amx);
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs, bool amx) -> Tensor", &linear);
+  m.def("attention(Tensor q, Tensor kv_cache, Tensor tiles, Tensor positions, Tensor block_tables, int[] level_starts, "
+        "float scale, bool amx) -> Tensor", &attention);
+  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &rms_norm);
+  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", &add_rms_norm);
+  m.def("silu_and_mul(Tensor gate_up) -> Tensor", &silu_and_mul);
+  m.def("rope_and_store(Tensor qkv, Tensor positions, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps, "
+        "Tensor kv_cache, Tensor slots) -> Tensor", &rope_and_store);
+  m.def("copy_blocks(Tensor kv_memory, int[] copies) -> ()", &copy_blocks);
+  m.def("gumbel_argmax(Tensor logits, Tensor seeds, Tensor positions) -> Tensor", &gumbel_argmax);
+}
+
+}  // namespace nanoapc
