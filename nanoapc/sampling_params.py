@@ -95,7 +95,7 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.allowed_token_ids == ():
-            raise _error("allowed_token_ids", (), "at least one id, or None for all")
+            raise _error("allowed_token_ids", [], "at least one id, or None for all")
         if self.stop and not self.detokenize:
             raise _error("stop", self.stop, "none while detokenize=False, because they are found in the text")
         if self.prompt_logprobs is not None and not self.skip_reading_prefix_cache:

@@ -1,4 +1,4 @@
-"""SamplingParams: everything is checked at construction, normalised into copies, and checked against the model."""
+"""SamplingParams: everything is checked at construction, normalised, and checked against the model."""
 
 from __future__ import annotations
 
