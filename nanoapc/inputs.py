@@ -38,16 +38,19 @@ def as_prompt_list(prompts: PromptType | Iterable[PromptType]) -> list[PromptTyp
     """One prompt or many -> a list; a list of whole numbers is one prompt of token ids."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
-    many = list(prompts)
+    many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
     if many and isinstance(many[0], int | np.integer):
         return [many]  # type: ignore[list-item]
     return many  # type: ignore[return-value]
 
 
 def pair_params(
-    prompts: Sequence[Any], params: SamplingParams | Sequence[SamplingParams] | None, default: SamplingParams
+    prompts: Sequence[Any],
+    params: SamplingParams | Sequence[SamplingParams] | None,
+    default: SamplingParams,
+    first_index: int = 0,
 ) -> list[SamplingParams]:
-    """One SamplingParams for each prompt."""
+    """One SamplingParams for each prompt; `first_index` is the index of prompts[0] in error messages."""
     if params is None or isinstance(params, SamplingParams):
         return [params or default] * len(prompts)
     pairs = list(params)
@@ -57,7 +60,7 @@ def pair_params(
         )
     for index, item in enumerate(pairs):
         if not isinstance(item, SamplingParams):
-            raise ValueError(f"sampling_params[{index}] is {item!r}; it must be a SamplingParams")
+            raise ValueError(f"sampling_params[{first_index + index}] is {item!r}; it must be a SamplingParams")
     return pairs
 
 
@@ -179,7 +182,7 @@ def _parse(prompt: PromptType, index: int) -> tuple[str | Sequence[int], str | N
     if isinstance(prompt, str):
         return prompt, prompt, b""
     if not isinstance(prompt, Mapping):
-        if isinstance(prompt, bytes) or not (hasattr(prompt, "tolist") or isinstance(prompt, Sequence)):
+        if not _is_list(prompt):
             raise ValueError(f"prompt {index} is {prompt!r}; it must be a text, a list of token ids or a dict")
         return prompt, None, b""
     for key in prompt:
@@ -190,9 +193,18 @@ def _parse(prompt: PromptType, index: int) -> tuple[str | Sequence[int], str | N
         raise ValueError(f"prompt {index} has neither 'prompt' nor 'prompt_token_ids'; give it one of them")
     if text is not None and not isinstance(text, str):
         raise ValueError(f"prompt {index} has 'prompt' {text!r}; it must be a text")
+    if token_ids is not None and not _is_list(token_ids):
+        raise ValueError(f"prompt {index} has 'prompt_token_ids' {token_ids!r}; they must be a list of token ids")
     # With both, the ids run and the text is only reported (as in vLLM).
-    item = text if token_ids is None else token_ids
+    item: Any = text if token_ids is None else token_ids
     return item, text, encode_extra_keys(_salt_keys(prompt.get("cache_salt"), index))
+
+
+def _is_list(value: Any) -> bool:
+    """Whether it may be a list of token ids: a sequence that is no text, or a vector of numpy or torch."""
+    if hasattr(value, "tolist"):
+        return isinstance(value.tolist(), list)
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _salt_keys(salt: Any, index: int) -> list[ExtraKey]:

@@ -34,11 +34,16 @@ from nanoapc.sampling_params import SamplingParams
 class _Call:
     """One call of generate, chat or stream (or the step interface): its requests and where their outputs arrive."""
 
-    def __init__(self, source: Iterator[list[EngineSequence]]):
-        self.source: Iterator[list[EngineSequence]] | None = source  # sequences still to be submitted
+    def __init__(self, source: Iterator[list[EngineSequence]] | None = None):
+        self.source = source  # sequences still to be submitted
         self.pending: dict[str, Request] = {}
         self.finished: deque[RequestOutput] = deque()
-        self.error: BaseException | None = None
+        self.error: BaseException | None = None  # what ended a step of another caller, and our requests with it
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether anything is still to be submitted, run, fetched or raised."""
+        return bool(self.source is not None or self.pending or self.finished or self.error is not None)
 
 
 class LLM:
@@ -62,7 +67,7 @@ class LLM:
         )
         self._lock = threading.RLock()
         self._calls: list[_Call] = []
-        self._steps = _Call(iter(()))
+        self._steps = _Call()
 
     # -- whole batches -----------------------------------------------------------------------------------
 
@@ -156,7 +161,7 @@ class LLM:
             pairs: Iterable[Any] = zip(prompts, repeat(sampling_params or SamplingParams()))  # noqa: B905
         else:
             pairs = zip(prompts, sampling_params, strict=True)
-        call = _Call(iter(()))
+        call = _Call()
         call.source = self._windows(pairs, call)
         return self._serve(call)
 
@@ -195,7 +200,7 @@ class LLM:
             if isinstance(item, BaseException):
                 raise item
         prompts, params = [p for p, _ in window], [s for _, s in window]
-        self._verify(pair_params(prompts, params, SamplingParams()), index)
+        self._verify(pair_params(prompts, params, SamplingParams(), index), index)
         ready = self._inputs.prompts(prompts, index)
         return [
             Request("", index + i, *pair, call=call) for i, pair in enumerate(zip(ready, params, strict=True))
@@ -214,14 +219,14 @@ class LLM:
     def step(self) -> list[RequestOutput]:
         """Runs one step for everything queued; returns the outputs of `add_request` requests finished since the last."""
         with self._lock:
-            self._step()
+            self._step(self._steps)
             finished = list(self._steps.finished)
             self._steps.finished.clear()
             return finished
 
     def has_unfinished_requests(self) -> bool:
         """Whether requests of `add_request` are unfinished or not yet fetched."""
-        return bool(self._steps.pending or self._steps.finished)
+        return self._steps.unfinished
 
     def abort_request(self, request_id: str) -> bool:
         """Drops an unfinished request of `add_request`; False if there is none of this id."""
@@ -239,13 +244,11 @@ class LLM:
         with self._lock:
             self._calls.append(call)
         try:
-            while call.pending or call.finished or call.source is not None:
+            while call.unfinished:
                 self._feed(call)
                 with self._lock:
-                    if call.error is not None:
-                        raise RuntimeError("a step that this request shared has failed") from call.error
-                    if not call.finished and call.pending:
-                        self._step()
+                    if not call.finished:
+                        self._step(call)
                     done = list(call.finished)
                     call.finished.clear()
                 yield from done
@@ -267,17 +270,21 @@ class LLM:
             if not sequences:
                 return
             with self._lock:
-                self.engine.submit(sequences)
+                if call.error is None:
+                    self.engine.submit(sequences)
 
-    def _step(self) -> None:
-        """One step for everybody (the lock is held)."""
+    def _step(self, caller: _Call) -> None:
+        """One step for everybody, run by `caller` (the lock is held)."""
+        if caller.error is not None:
+            error, caller.error = caller.error, None
+            raise RuntimeError("a step that these requests shared with others has failed") from error
         try:
             finished = self.engine.step()
         except BaseException as error:
             for call in (*self._calls, self._steps):
-                if call.pending:
-                    call.error = error if call is not self._steps else None
-                    call.pending.clear()
+                if call.pending and call is not caller:
+                    call.error = error
+                call.pending.clear()
             raise
         for request in finished:
             request.call.pending.pop(request.request_id, None)
@@ -292,6 +299,8 @@ class LLM:
             checked.add(id(item))
             try:
                 item.verify(self.engine.num_valid_ids, self.engine.tokenizer is not None)
+                if item.bad_words:
+                    item.bad_words_ids(self.engine.tokenizer)
             except ValueError as error:
                 raise ValueError(f"sampling_params of prompt {first_index + i}: {error}") from None
 

@@ -37,9 +37,7 @@ class SamplingParams:
     n: int = 1  # outputs per prompt; output 0 equals that of n=1, the others have seeds derived from `seed`
     presence_penalty: float = 0.0  # [-2, 2]: subtracted from the logit of each id that the output holds
     frequency_penalty: float = 0.0  # [-2, 2]: subtracted once per occurrence of the id in the output
-    repetition_penalty: float = (
-        1.0  # > 0: divides positive, multiplies negative logits of prompt and output ids
-    )
+    repetition_penalty: float = 1.0  # > 0: divides positive, multiplies negative logits of prompt and output ids
     temperature: float = 1.0  # >= 0; below 1e-5 it is greedy
     top_p: float = 1.0  # (0, 1]: keep the smallest set of best ids whose probability reaches it
     top_k: int = 0  # keep the k best ids; 0 and -1 keep all
@@ -166,9 +164,7 @@ def _integer(low: int, high: int | None = None) -> Callable[[str, Any], int]:
     def check(name: str, value: Any) -> int:
         is_integer = isinstance(value, Integral) and not isinstance(value, bool)
         if not is_integer or int(value) < low or (high is not None and int(value) > high):
-            raise _error(
-                name, value, f"an integer, at least {low}" + ("" if high is None else f", at most {high}")
-            )
+            raise _error(name, value, f"an integer, at least {low}" + ("" if high is None else f", at most {high}"))
         return int(value)
 
     return check

@@ -16,11 +16,9 @@ from nanoapc.engine.detokenizer import MAX_CONTEXT_TOKENS, MAX_HELD_TOKENS, Deto
 from nanoapc.sampling_params import SamplingParams
 
 TEXT = "It ends. It begins  twice.\n\n next time the end begins, and the beginning ends. " * 3
-FAMILY = (
-    "\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466"  # four people and three joiners, one glyph
-)
+FAMILY = "\U0001f468\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466"  # four people and three joiners, one glyph
 TEXTS = {
-    "chinese": "今天天气很好，我们去公园散步。",
+    "chinese": "今天天气很好我们去公园散步。",
     "family": f"a {FAMILY} b",
     "czech": "Příliš žluťoučký kůň úpěl ďábelské ódy.",
     "ascii": "It ends. It begins  twice.\n\n next",
@@ -181,7 +179,7 @@ def test_any_number_of_special_tokens_keeps_the_context():
 
 
 @given(st.lists(st.integers(0, 319), max_size=MAX_HELD_TOKENS), st.lists(st.integers(0, 319), max_size=6))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_text_of_any_byte_level_ids_is_the_tokenizers(ids, prompt):
     tokenizer = byte_level()
     whole = output_text(tokenizer, prompt, ids, SamplingParams())
@@ -199,7 +197,7 @@ streams = st.lists(chunks, max_size=20).map(lambda parts: [i for part in parts f
 
 
 @given(streams, streams)
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_text_of_any_valid_byte_fallback_ids_continues_the_prompts(ids, prompt):
     tokenizer = byte_fallback()
     expected = tokenizer.decode([*prompt, *ids], skip_special_tokens=True)
@@ -254,14 +252,12 @@ def test_stop_strings_count_from_min_tokens_on():
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 def test_stop_strings_are_found_as_in_the_whole_text(data):
     tokenizer = byte_level()
     ids = tokenizer.encode(data.draw(st.sampled_from(sorted(TEXTS.values()))) + TEXT[:60])
     text = tokenizer.decode(ids)
-    spans = st.tuples(st.integers(0, len(text) - 1), st.integers(1, 6)).map(
-        lambda s: text[s[0] : s[0] + s[1]]
-    )
+    spans = st.tuples(st.integers(0, len(text) - 1), st.integers(1, 6)).map(lambda s: text[s[0] : s[0] + s[1]])
     stops = data.draw(st.lists(spans, min_size=1, max_size=3))
     end, size = min((text.find(stop) + len(stop), -len(stop)) for stop in stops)
     count, hit, cut = run(tokenizer, ids, stops)

@@ -1,4 +1,4 @@
-"""Each supported architecture gives transformers' logits, and each model that would not is refused by name."""
+"""Each supported architecture gives transformers' logits; a model that would not is refused by name."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from test_rotary import ROPES, old_spelling
-from tiny_models import FAMILIES, forward_logits, hf_logits, load_tiny, make_tiny_model, random_ids
+from tiny_models import FAMILIES, edit_json, forward_logits, hf_logits, load_tiny, make_tiny_model, random_ids
 
 from nanoapc.models.config import ModelConfig
 
@@ -38,12 +38,6 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, attention bias": ("qwen3", {"attention_bias": True}),
     "qwen3, yarn rope": ("qwen3", {"rope_parameters": YARN}),
 }
-
-
-def edit_json(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
-    """Rewrites a JSON object with some keys changed or removed."""
-    raw = {key: value for key, value in json.loads(path.read_text()).items() if key not in remove}
-    path.write_text(json.dumps({**raw, **changes}))
 
 
 @pytest.fixture(scope="session")
@@ -93,9 +87,7 @@ class TestLogits:
         torch.testing.assert_close(logits, hf_logits(hf_model, ids), rtol=1e-4, atol=1e-4)
 
     @pytest.mark.parametrize("family", FAMILIES)
-    def test_bfloat16_stays_as_close_to_float32_as_transformers_bfloat16(
-        self, family: str, tmp_path: Path
-    ) -> None:
+    def test_bfloat16_stays_as_close_to_float32_as_transformers_bfloat16(self, family: str, tmp_path: Path) -> None:
         hf_model = make_tiny_model(tmp_path, family, dtype=torch.bfloat16, tokenizer=False)
         ids = random_ids(40)
         low = hf_logits(hf_model, ids)
@@ -156,7 +148,12 @@ class TestConfig:
         ],
     )
     def test_all_eos_ids_are_read(
-        self, in_config: Any, in_generation_config: Any, expected: Any, shapes: dict[str, Path], tmp_path: Path
+        self,
+        in_config: Any,
+        in_generation_config: Any,
+        expected: Any,
+        shapes: dict[str, Path],
+        tmp_path: Path,
     ) -> None:
         copy_config(shapes["qwen3"], tmp_path, eos_token_id=in_config)
         if in_generation_config != "no file":
@@ -175,11 +172,20 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("family", "changes", "message"),
         [
-            ("mistral", {"sliding_window": 8}, r"sliding-window attention is not supported \(sliding_window: 8\)"),
+            (
+                "mistral",
+                {"sliding_window": 8},
+                r"sliding-window attention is not supported \(sliding_window: 8\)",
+            ),
             ("mistral", {"remove": ("sliding_window",)}, r"\(sliding_window: 4096\)"),
             (
                 "qwen2",
-                {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1, "layer_types": None},
+                {
+                    "use_sliding_window": True,
+                    "sliding_window": 8,
+                    "max_window_layers": 1,
+                    "layer_types": None,
+                },
                 r"\(sliding_window: 8\)",
             ),
             ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
@@ -191,8 +197,16 @@ class TestRefusals:
             ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
             ("llama", {"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
             ("llama", {"hidden_size": None}, "hidden_size must be a positive whole number, got None"),
-            ("llama", {"num_hidden_layers": "2"}, "num_hidden_layers must be a positive whole number, got '2'"),
-            ("llama", {"num_key_value_heads": 3}, "num_attention_heads 4 is no multiple of num_key_value_heads 3"),
+            (
+                "llama",
+                {"num_hidden_layers": "2"},
+                "num_hidden_layers must be a positive whole number, got '2'",
+            ),
+            (
+                "llama",
+                {"num_key_value_heads": 3},
+                "num_attention_heads 4 is no multiple of num_key_value_heads 3",
+            ),
             ("llama", {"head_dim": 15}, "head_dim 15 is odd"),
             ("llama", {"eos_token_id": "</s>"}, "eos_token_id must be a token id.*'</s>'"),
         ],

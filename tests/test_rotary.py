@@ -13,7 +13,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from nanoapc.layers.rotary import RopeConfig, cos_sin_table, inverse_frequencies
 
 MAX_LEN = 700
-LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
 ROPES: dict[str, dict[str, Any]] = {
     "default": {"rope_type": "default"},
     "default, other base": {"rope_type": "default", "rope_theta": 1e6},
@@ -26,6 +31,7 @@ ROPES: dict[str, dict[str, Any]] = {
     "yarn, mscale": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7, "mscale_all_dim": 1.3},
     "yarn, mscale alone": {"rope_type": "yarn", "factor": 40.0, "mscale": 0.7},
     "yarn, betas": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 16, "beta_slow": 2},
+    "yarn, one beta": {"rope_type": "yarn", "factor": 4.0, "beta_fast": 8, "beta_slow": 8, "truncate": False},
     "yarn, not truncated": {"rope_type": "yarn", "factor": 4.0, "truncate": False},
 }
 
@@ -67,7 +73,11 @@ def test_the_key_type_is_an_old_name_of_rope_type() -> None:
 
 def test_an_original_length_at_the_top_level_comes_first() -> None:
     rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}
-    config = {"max_position_embeddings": 512, "original_max_position_embeddings": 128, "rope_parameters": rope}
+    config = {
+        "max_position_embeddings": 512,
+        "original_max_position_embeddings": 128,
+        "rope_parameters": rope,
+    }
     hf_config = Qwen3Config(head_dim=64, **{**config, "rope_parameters": dict(rope)})
     expected = Qwen3RotaryEmbedding(hf_config).inv_freq
     torch.testing.assert_close(inverse_frequencies(RopeConfig.from_json(config), 64), expected, rtol=0, atol=0)
@@ -94,7 +104,10 @@ def test_other_rope_types_are_refused_by_name(rope_type: str) -> None:
         ({"rope_type": "yarn", "factor": "4"}, "'yarn' needs a positive number 'factor', got '4'"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "'high_freq_factor', got None"),
         ({"rope_type": "default", "rope_theta": -1.0}, "'rope_theta', got -1.0"),
-        ({"rope_type": "default", "partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        (
+            {"rope_type": "default", "partial_rotary_factor": 0.5},
+            "partial_rotary_factor 0.5 is not supported",
+        ),
         ({"full_attention": {"rope_type": "default"}}, "for each layer type"),
     ],
 )

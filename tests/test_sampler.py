@@ -132,9 +132,7 @@ def test_a_penalised_row_and_a_plain_one_do_not_depend_on_their_order():
 def test_the_callers_logits_are_left_as_they_are():
     logits = torch.randn(2, 20)
     before = logits.clone()
-    params = SamplingParams(
-        logit_bias={1: 9}, repetition_penalty=2.0, top_k=3, min_p=0.1, allowed_token_ids=[1, 2]
-    )
+    params = SamplingParams(logit_bias={1: 9}, repetition_penalty=2.0, top_k=3, min_p=0.1, allowed_token_ids=[1, 2])
     sample(logits, [Row(params, prompt=[1]), Row(GREEDY)])
     assert torch.equal(logits, before)
 
@@ -190,9 +188,7 @@ def test_ties_go_to_the_lowest_id(params):
     logits = torch.zeros(40, 3000)
     for i in range(40):
         logits[i, i * 37 + 5 :: 11] = 1.0
-    assert sample(logits, [Row(params, seed=i) for i in range(40)]).to_list() == [
-        i * 37 + 5 for i in range(40)
-    ]
+    assert sample(logits, [Row(params, seed=i) for i in range(40)]).to_list() == [i * 37 + 5 for i in range(40)]
 
 
 # -- filters ------------------------------------------------------------------------------------------------
@@ -249,7 +245,7 @@ def naive_keep(x, top_k, top_p):
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_filters_keep_what_the_naive_ones_keep(data):
     V = data.draw(st.integers(1, 30))
     n = data.draw(st.integers(1, 4))
@@ -284,12 +280,12 @@ def test_a_nucleus_wider_than_the_first_look_is_found_whole(monkeypatch):
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_largest_orders_by_value_then_id(data):
-    V = data.draw(st.integers(1, 40))
-    row = st.lists(st.sampled_from([0.0, -0.0, 1.5, -1.5, 2e-30, -3e38, NEG_INF]), min_size=V, max_size=V)
+    V = data.draw(st.integers(1, 100))
+    row = st.lists(st.sampled_from([0.0, -0.0, 1.5, -1.5, 2.0**-99, -(2.0**127), NEG_INF]), min_size=V, max_size=V)
     x = data.draw(st.lists(row, min_size=1, max_size=4))
-    k = data.draw(st.integers(0, V))
+    k = data.draw(st.integers(0, min(V, 20)))
     values, ids = largest(torch.tensor(x), k)
     for given_row, row_values, row_ids in zip(x, values.tolist(), ids.tolist(), strict=True):
         order = sorted(range(V), key=lambda i: (-given_row[i], i))[:k]
@@ -306,9 +302,7 @@ def test_repetition_penalty_equals_that_of_transformers(penalty):
     generator = torch.Generator().manual_seed(4)
     logits = torch.randn(60, generator=generator) * 4
     prompt, output = [5, 5, 5, 5, 9], [11, 5, 30, 30]
-    expected = RepetitionPenaltyLogitsProcessor(penalty)(
-        torch.tensor([prompt + output]), logits[None].clone()
-    )
+    expected = RepetitionPenaltyLogitsProcessor(penalty)(torch.tensor([prompt + output]), logits[None].clone())
     row = Row(SamplingParams(repetition_penalty=penalty), prompt, output)
     assert edited(logits, row) == expected[0].tolist()
 
@@ -445,13 +439,13 @@ def test_tied_logprobs_share_a_rank():
 def test_nan_and_infinite_logits_are_an_error(value, params):
     logits = torch.zeros(3, 6)
     logits[1, 4] = value
-    with pytest.raises(RuntimeError, match="row 1 are NaN or infinite.*bfloat16.*float32"):
+    with pytest.raises(RuntimeError, match=r"row 1 are NaN or infinite.*bfloat16.*float32"):
         sample(logits, [Row(GREEDY), Row(params), Row(GREEDY)]).to_list()
 
 
 def test_a_row_with_nothing_left_is_an_error():
     params = SamplingParams(allowed_token_ids=[2], min_tokens=1)
-    with pytest.raises(RuntimeError, match="row 0 exclude every id.*allowed_token_ids"):
+    with pytest.raises(RuntimeError, match=r"row 0 exclude every id.*allowed_token_ids"):
         sample(torch.zeros(1, 6), [Row(params, eos=[2])]).to_list()
 
 

@@ -54,19 +54,14 @@ def test_a_bad_value_is_an_error_that_names_parameter_value_and_remedy(name, val
         SamplingParams(**{name: value})
     assert name in str(error.value) and "allowed: " in str(error.value)
     first = next(iter(value.items())) if isinstance(value, dict) and value else (value,)
-    assert any(
-        repr(part) in str(error.value)
-        for part in (value, *first, *(value if isinstance(value, list) else ()))
-    )
+    assert any(repr(part) in str(error.value) for part in (value, *first, *(value if isinstance(value, list) else ())))
 
 
 def test_every_field_has_bad_values_in_this_test():
     assert {field.name for field in dataclasses.fields(SamplingParams)} == set(BAD_VALUES)
 
 
-@pytest.mark.parametrize(
-    "name", ["best_of", "use_beam_search", "structured_outputs", "guided_decoding", "topp"]
-)
+@pytest.mark.parametrize("name", ["best_of", "use_beam_search", "structured_outputs", "guided_decoding", "topp"])
 def test_an_unknown_parameter_is_an_error_that_names_it(name):
     with pytest.raises(TypeError, match=name):
         SamplingParams(**{name: 1})
@@ -77,9 +72,7 @@ def test_defaults_are_vllms():
     assert (params.n, params.temperature, params.top_p, params.top_k, params.min_p) == (1, 1.0, 1.0, 0, 0.0)
     assert (params.max_tokens, params.min_tokens, params.seed, params.logprobs) == (16, 0, None, None)
     assert params.stop == params.stop_token_ids == params.bad_words == ()
-    assert (
-        not params.has_penalties and not params.is_greedy and params.detokenize and params.skip_special_tokens
-    )
+    assert not params.has_penalties and not params.is_greedy and params.detokenize and params.skip_special_tokens
 
 
 @pytest.mark.parametrize(
@@ -115,11 +108,7 @@ def test_numpy_scalars_become_plain_numbers():
         n=np.int64(2), temperature=np.float32(0.5), top_k=np.int32(5), logit_bias={np.int64(3): np.float64(1)}
     )
     assert params == SamplingParams(n=2, temperature=0.5, top_k=5, logit_bias={3: 1.0})
-    assert (
-        type(params.n) is int
-        and type(params.temperature) is float
-        and type(next(iter(params.logit_bias))) is int
-    )
+    assert type(params.n) is int and type(params.temperature) is float and type(next(iter(params.logit_bias))) is int
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Loading: exactly the tensors that config.json asks for, from safetensors alone, and one copy of each in memory."""
+"""Loading: the tensors that config.json asks for, from safetensors alone, one copy of each in memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import load_file, save_file
-from test_models import edit_json
-from tiny_models import forward_logits, hf_logits, load_tiny, make_tiny_model, random_ids
+from tiny_models import edit_json, forward_logits, hf_logits, load_tiny, make_tiny_model, random_ids
 from torch import Tensor
 
 from nanoapc.kernels.reference import ReferenceKernels
@@ -258,14 +257,17 @@ class TestDummy:
 
 class TestReplaceWeights:
     @pytest.mark.parametrize("tied", [False, True])
-    def test_the_model_becomes_the_other_one(self, tied: bool, tmp_path: Path) -> None:
+    def test_the_model_becomes_the_other_one(
+        self, tied: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
         save(tmp_path, tie_word_embeddings=tied)
         model = load_tiny(tmp_path)
         other = make_tiny_model(tmp_path / "other", seed=1, tokenizer=False, tie_word_embeddings=tied)
         embedding = model.model.embed_tokens.weight
-        replace_weights(model, iter(other.state_dict().items()))
+        replace_weights(model, reversed(other.state_dict().items()))  # any order: a tied head comes first
         torch.testing.assert_close(forward_logits(model, IDS), hf_logits(other, IDS), rtol=1e-4, atol=1e-4)
         assert model.model.embed_tokens.weight is embedding  # in place
+        assert not caplog.records
 
     def test_weights_keep_the_models_dtype(self, tmp_path: Path) -> None:
         hf_model = make_tiny_model(tmp_path, tokenizer=False)
@@ -334,5 +336,5 @@ class TestResolveModel:
             resolve_model("Qwen/Qwen3-0.6B")
 
     def test_an_impossible_hub_name_is_an_error_before_any_network(self) -> None:
-        with pytest.raises(ValueError, match="'not a name'.*local directory"):
+        with pytest.raises(ValueError, match=r"'not a name'.*local directory"):
             resolve_model("not a name")

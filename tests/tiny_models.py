@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import functools
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,12 @@ def make_tiny_model(
     if tokenizer:
         tiny_tokenizer().save_pretrained(directory)
     return model
+
+
+def edit_json(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
+    """Rewrites a JSON object with some keys changed or removed."""
+    raw = {key: value for key, value in json.loads(path.read_text()).items() if key not in remove}
+    path.write_text(json.dumps({**raw, **changes}))
 
 
 def load_tiny(directory: Path, max_len: int = 512, **options: Any) -> CausalLM:

@@ -173,17 +173,22 @@ class BlockPool:
     def closest_child(self, parent: Prefix, label: bytes, step: int) -> tuple[Block, int] | None:
         """The cached child of `parent` that agrees with `label` longest, and the number of bytes in common.
 
-        Children are sorted, so the longest agreement is with a neighbour of where `label` would stand. Blocks
-        that are filled in this very step are no use as a source and are passed over.
+        Children are sorted, so agreement only falls with the distance from where `label` would stand. Blocks that
+        are filled in this very step are no use as a source and are passed over (in prefix order, they are the nearest).
         """
         siblings = parent.cached or []
         at = bisect_left(siblings, label, key=_label)
         best: tuple[Block, int] | None = None
-        for child in siblings[max(at - 1, 0) : at + 1]:
-            length = _common_prefix(child.label, label) if len(child.label) == len(label) else 0
-            block = next((b for b in child.blocks if b.filled_step < step), None)
-            if block is not None and (best is None or length > best[1]):
-                best = block, length
+        for side in (range(at - 1, -1, -1), range(at, len(siblings))):
+            for child in map(siblings.__getitem__, side):
+                if child.label[:4] != label[:4]:  # not a token in common, and fewer further out
+                    break
+                block = next((b for b in child.blocks if b.filled_step < step), None)
+                if block is not None:
+                    length = _common_prefix(child.label, label) if len(child.label) == len(label) else 0
+                    if best is None or length > best[1]:
+                        best = block, length
+                    break
         return best
 
     # -- taking and giving back --------------------------------------------------------------------------
@@ -286,8 +291,8 @@ class BlockPool:
     # -- what waiting sequences want ---------------------------------------------------------------------
 
     def want(self, keys: list[bytes]) -> None:
-        """A waiting sequence has these keys: their idle blocks are evicted last from now on."""
-        for key in keys:
+        """A waiting sequence has these keys: their idle blocks are evicted last from now on, the deepest first."""
+        for key in reversed(keys):
             count = self.wanted.get(key, 0)
             self.wanted[key] = count + 1
             if count == 0:
@@ -295,7 +300,7 @@ class BlockPool:
 
     def unwant(self, keys: list[bytes]) -> None:
         """The sequence does not wait any more."""
-        for key in keys:
+        for key in reversed(keys):
             count = self.wanted.pop(key) - 1
             if count:
                 self.wanted[key] = count

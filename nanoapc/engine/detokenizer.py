@@ -55,9 +55,7 @@ def output_text(
     return text[len(before) :]
 
 
-def _context(
-    tokenizer: Decoder, prompt_token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool
-) -> list[int]:
+def _context(tokenizer: Decoder, prompt_token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool) -> list[int]:
     """The shortest end of the prompt that is visible text; none if the prompt ends inside a character."""
     tail = [int(i) for i in prompt_token_ids[-MAX_CONTEXT_TOKENS:]]
     for size in range(1, len(tail) + 1):
@@ -98,29 +96,20 @@ class Detokenizer:
         new = self._new_text(token_id)
         self._pieces.append(new)
         searched = self._tail + new
-        hit = None
+        hits = []
         if new and self._num_tokens >= self._params.min_tokens:
-            hit = self._first_stop(searched, len(self._tail))
+            for stop in self._params.stop:
+                start = searched.find(stop, max(0, len(self._tail) - len(stop) + 1))
+                if start >= 0:
+                    hits.append((start + len(stop), start, stop))
         self._tail = searched[max(0, len(searched) - self._max_stop_chars + 1) :]
-        if hit is None:
+        if not hits:
             return None
-        stop, end = hit
-        keep = end if self._params.include_stop_str_in_output else end - len(stop)
+        end, start, stop = min(hits)
+        keep = end if self._params.include_stop_str_in_output else start
         text = self.text
         self._pieces = [text[: len(text) - len(searched) + keep]]
         return stop
-
-    def _first_stop(self, text: str, start: int) -> tuple[str, int] | None:
-        """The stop string of which an occurrence ends first after `start`, and that end."""
-        hits = []
-        for stop in self._params.stop:
-            at = text.find(stop, max(0, start - len(stop) + 1))
-            if at >= 0:
-                hits.append((at + len(stop), -len(stop), stop))
-        if not hits:
-            return None
-        end, _, stop = min(hits)
-        return stop, end
 
     def _new_text(self, token_id: int) -> str:
         """What the token adds to the text that is certain by now."""

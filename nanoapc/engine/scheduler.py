@@ -101,15 +101,20 @@ class Scheduler:
         self._blocked_at = -1
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
-        """Drops unfinished sequences wherever they are (finished ones are left alone); between steps only."""
-        for seq in sequences:
-            if seq.finish_reason is not None:
-                continue
+        """Drops sequences, whether they run, wait or have not been added yet; between steps only.
+
+        Finished ones are left alone.
+        """
+        dropped = {id(seq): seq for seq in sequences if seq.finish_reason is None}
+        waiting, self.waiting = self.waiting, deque()
+        for seq in waiting:
+            if id(seq) in dropped:
+                self.manager.dequeue(seq)
+            else:
+                self.waiting.append(seq)
+        for seq in dropped.values():
             if seq.row >= 0:
                 self._stop_running(seq)
-            else:
-                self.waiting.remove(seq)
-                self.manager.dequeue(seq)
             seq.finish_reason = "abort"
         self._blocked_at = -1
 

@@ -17,9 +17,10 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -56,7 +57,6 @@ class CpuKernels:
         self.matrix_unit = matrix_unit and bool(self._ops.has_amx())
         self._linear = self._ops.linear.default
         self._attention = self._ops.attention.default
-        self._rope_and_store = self._ops.rope_and_store.default
         self.rms_norm: Callable[[Tensor, Tensor, float], Tensor] = self._ops.rms_norm.default
         self.add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = (
             self._ops.add_rms_norm.default
@@ -104,24 +104,97 @@ def cpu_kernels() -> CpuKernels | ReferenceKernels:
 
 
 def load_library() -> None:
-    """Registers torch.ops.nanoapc_cpu, once a process; builds the library if the cache has none that loads."""
+    """Registers torch.ops.nanoapc_cpu, once a process; compiles it when no cache folder has a copy that loads.
+
+    Raises:
+        RuntimeError: there is no compiler, or it fails.
+    """
     if hasattr(torch.ops.nanoapc_cpu, "has_amx"):
         return
-    compiler = find_compiler()
-    flags = compiler_flags()
-    name = f"cpu_{build_key([compiler, *flags])}.so"
+    command = compile_command()
+    name = f"cpu-{build_key(command)}.so"
     for folder in cache_folders():
-        try:
-            library = folder / name
-            if library.exists():
-                try:
-                    torch.ops.load_library(str(library))
-                    return
-                except OSError:  # damaged, by a full disk for example: built again below
-                    logger.warning("%s does not load, building it again", library)
-            build(compiler, flags, library)
-            torch.ops.load_library(str(library))
+        library = folder / name
+        if library.is_file() and _loads(library):
             return
-        except PermissionError:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            build(command, library)
+        except OSError as error:
+            logger.info("cannot write to %s (%s), trying the next folder", folder, error)
             continue
-    raise RuntimeError("no folder to build in: set NANOAPC_CACHE to a folder that can be written")
+        torch.ops.load_library(str(library))
+        return
+    with tempfile.TemporaryDirectory(prefix="nanoapc-") as temporary:  # a loaded library may be deleted
+        logger.warning("no cache folder can be written, C++ kernels are compiled anew: set NANOAPC_CACHE")
+        build(command, Path(temporary) / name)
+        torch.ops.load_library(str(Path(temporary) / name))
+
+
+def _loads(library: Path) -> bool:
+    try:
+        torch.ops.load_library(str(library))
+    except OSError:  # cut short by a full disk, for example
+        logger.warning("%s is damaged, compiling it again", library)
+        return False
+    return True
+
+
+def cache_folders() -> list[Path]:
+    """Where the library is looked for and written, best first."""
+    chosen = [os.environ.get("NANOAPC_CACHE"), os.environ.get("TORCH_EXTENSIONS_DIR")]
+    return [Path(folder) for folder in chosen if folder] or [Path("~/.cache/nanoapc").expanduser()]
+
+
+def compile_command() -> list[str]:
+    """The compiler and its flags, without the files."""
+    candidates = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
+    compiler = next(filter(None, map(shutil.which, filter(None, candidates))), None)
+    if compiler is None:
+        raise RuntimeError("no C++ compiler found: install g++ or clang++, or set CXX")
+    home = Path(torch.__file__).parent
+    return [
+        compiler,
+        *("-std=c++20", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared", "-fvisibility=hidden", "-w"),
+        *("-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"),
+        f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",
+        *(f"-I{home / 'include'}", f"-L{home / 'lib'}", "-lc10", "-ltorch_cpu"),
+    ]
+
+
+def build_key(command: list[str]) -> str:
+    """A hash of everything that the library depends on."""
+    version = subprocess.run([command[0], "--version"], capture_output=True, timeout=COMPILE_SECONDS).stdout
+    parts = [torch.__version__.encode(), " ".join(command).encode(), version, _processor().encode()]
+    parts += [source.read_bytes() for source in SOURCES]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _processor() -> str:
+    """What -march=native depends on: the processor's name and abilities."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return "".join(sorted({x for x in lines if x.startswith(("flags", "Features", "model", "cpu family", "CPU part"))}))
+
+
+def build(command: list[str], library: Path) -> None:
+    """Compiles SOURCES[0] to `library`, which appears at once and whole. OSError: its folder cannot be written."""
+    with tempfile.TemporaryDirectory(dir=library.parent, prefix="building-") as folder:
+        output = Path(folder) / library.name
+        started = time.monotonic()
+        logger.info("compiling the C++ kernels, once for this machine: %s", library)
+        try:
+            result = subprocess.run(
+                [*command[:1], str(SOURCES[0]), *command[1:], "-o", str(output)],
+                capture_output=True,
+                text=True,
+                timeout=COMPILE_SECONDS,
+            )
+        except subprocess.TimeoutExpired:
+            raise RuntimeError(f"{command[0]} took more than {COMPILE_SECONDS} s") from None
+        if result.returncode != 0 or not output.is_file():
+            raise RuntimeError(f"{command[0]} failed: {result.stderr[:2000] or f'exit code {result.returncode}'}")
+        os.replace(output, library)
+        logger.info("compiled in %.0f s", time.monotonic() - started)

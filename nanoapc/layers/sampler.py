@@ -114,9 +114,7 @@ class SamplingRows:
             self._set_edits([(i, p, state) for i, (p, state, _) in enumerate(rows) if state is not None])
 
     @classmethod
-    def build(
-        cls, rows: Sequence[Row], num_valid_ids: int, device: torch.device | str = "cpu"
-    ) -> SamplingRows:
+    def build(cls, rows: Sequence[Row], num_valid_ids: int, device: torch.device | str = "cpu") -> SamplingRows:
         """From each row's parameters, state and seed."""
         return cls(rows, num_valid_ids, device)
 
@@ -299,24 +297,24 @@ def keep_top(x: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
 
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """x [m, V] float32 -> the k largest of each row and their ids, both [m, k], ties in the order of ids."""
-    # topk takes any of equal values; one more than asked for shows whether a tie crosses the edge.
-    values, ids = x.topk(min(k + 1, x.shape[1]), dim=-1)
+    V = x.shape[1]
+    if 8 * k >= V:
+        values, ids = x.sort(dim=-1, descending=True, stable=True)
+        return values[:, :k], ids[:, :k]
+    values, ids = x.topk(k + 1, dim=-1)  # of equal values any; the last shows whether a tie crosses the edge
     by_id = ids.argsort(dim=-1)
     values, ids = values.gather(1, by_id), ids.gather(1, by_id)
     order = values.argsort(dim=-1, descending=True, stable=True)
     values, ids = values.gather(1, order), ids.gather(1, order)
-    if 0 < k < x.shape[1]:
-        crossing = ((values[:, k - 1] == values[:, k]) & values[:, k].isfinite()).nonzero()[:, 0]
-        if crossing.numel():
-            ids[crossing, :k] = _sort_keys(x[crossing]).topk(k, dim=-1).indices
+    crossing = ((values[:, k - 1] == values[:, k]) & values[:, k].isfinite()).nonzero()[:, 0]
+    if k and crossing.numel():
+        edge = values[crossing, k : k + 1]
+        num_above = (values[crossing] > edge).sum(dim=-1, keepdim=True)
+        columns = torch.arange(V, dtype=torch.int32, device=x.device)
+        tied = torch.where(x[crossing] == edge, columns, V).topk(k, dim=-1, largest=False).values.to(torch.int64)
+        place = columns[:k].to(torch.int64) - num_above  # among the tied, lowest id first
+        ids[crossing, :k] = torch.where(place < 0, ids[crossing, :k], tied.gather(1, place.clamp(min=0)))
     return values[:, :k], ids[:, :k]
-
-
-def _sort_keys(x: Tensor) -> Tensor:
-    """x [m, V] float32 -> distinct int64 keys in the order (value, then lower id)."""
-    bits = (x + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).to(torch.int64)
-    return (ordered << 32) - torch.arange(x.shape[1], device=x.device)
 
 
 def _ids(values: Sequence[int] | np.ndarray) -> np.ndarray:

@@ -39,9 +39,7 @@ def resolve_model(model: str | Path) -> Path:
     if path.is_dir():
         return path
     if path.suffix == ".gguf":
-        raise ValueError(
-            f"{model}: GGUF files are not supported; pass a directory with config.json and safetensors"
-        )
+        raise ValueError(f"{model}: GGUF files are not supported; pass a directory with config.json and safetensors")
     if path.is_file():
         raise ValueError(f"{model} is a file; pass the model's directory")
     if str(model).startswith((".", "/", "~")) or str(model).count("/") > 1:
@@ -62,9 +60,7 @@ def resolve_model(model: str | Path) -> Path:
 def check_directory(directory: Path) -> None:
     """Refuses (ValueError) what is not a model's directory: no config.json, a LoRA adapter, GGUF files."""
     if (directory / "adapter_config.json").exists():
-        raise ValueError(
-            f"{directory} holds a LoRA adapter (adapter_config.json); merge it into its base model first"
-        )
+        raise ValueError(f"{directory} holds a LoRA adapter (adapter_config.json); merge it into its base model first")
     if not (directory / "config.json").exists():
         gguf = "; GGUF files are not supported" if any(directory.glob("*.gguf")) else ""
         raise ValueError(f"{directory} is not a model directory: it has no config.json{gguf}")
@@ -92,17 +88,13 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         if not isinstance(weight_map, dict) or not all(Path(str(f)).name == f for f in weight_map.values()):
             raise ValueError(f"{directory / INDEX} needs a weight_map from tensor names to files beside it")
         if absent := sorted({f for f in weight_map.values() if not (directory / f).exists()}):
-            raise ValueError(
-                f"{directory}: {INDEX} lists {', '.join(absent)}, not found; is the download complete?"
-            )
+            raise ValueError(f"{directory}: {INDEX} lists {', '.join(absent)}, not found; is the download complete?")
         return {name: directory / file for name, file in weight_map.items()}
     files = sorted(directory.glob("*.safetensors"))
     if directory / "model.safetensors" in files:
         files = [directory / "model.safetensors"]
     if len(files) > 1:
-        raise ValueError(
-            f"{directory} has {len(files)} safetensors files and no {INDEX} that tells which to read"
-        )
+        raise ValueError(f"{directory} has {len(files)} safetensors files and no {INDEX} that tells which to read")
     if not files:
         pickled = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
         why = f": {', '.join(pickled)} could run code when opened; convert to safetensors" if pickled else ""
@@ -129,9 +121,7 @@ def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
             for name in names:
                 entry = file.get_slice(name)
                 if (dtype := entry.get_dtype()) not in DTYPES:
-                    raise ValueError(
-                        f"{path}: {name} has dtype {dtype}; quantised checkpoints are not supported"
-                    )
+                    raise ValueError(f"{path}: {name} has dtype {dtype}; quantised checkpoints are not supported")
                 headers[name] = tuple(entry.get_shape()), DTYPES[dtype]
     return headers
 

@@ -81,14 +81,10 @@ class ModelConfig:
         variant = family.variant(raw)
         _refuse_unsupported(raw, variant.sliding_window)
         hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
-        num_kv_heads = (
-            num_heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads")
-        )
+        num_kv_heads = num_heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads")
         head_dim = hidden_size // num_heads if raw.get("head_dim") is None else _size(raw, "head_dim")
         if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}"
-            )
+            raise ValueError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
         if head_dim % 2:
             raise ValueError(f"head_dim {head_dim} is odd; rotary embeddings need pairs")
         return cls(
@@ -116,13 +112,9 @@ class ModelConfig:
 def _refuse_unsupported(raw: Mapping[str, Any], sliding_window: int | None) -> None:
     for key in ("quantization_config", "compression_config"):
         if raw.get(key):
-            raise ValueError(
-                f"quantised checkpoints are not supported, use the unquantised model ({key}: {raw[key]})"
-            )
+            raise ValueError(f"quantised checkpoints are not supported, use the unquantised model ({key}: {raw[key]})")
     if sliding_window is not None or "sliding_attention" in (raw.get("layer_types") or ()):
-        raise ValueError(
-            f"sliding-window attention is not supported (sliding_window: {raw.get('sliding_window')})"
-        )
+        raise ValueError(f"sliding-window attention is not supported (sliding_window: {raw.get('sliding_window')})")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
 

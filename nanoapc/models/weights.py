@@ -59,11 +59,9 @@ def load_model(
     Args:
         model_dir: the directory; not read for "dummy".
         config: what `ModelConfig.from_directory` says of it.
-        dtype: of weights and activations.
-        device: where the weights go.
+        dtype, device: of weights and activations.
         kernels: the device's functions; they take over the linear layers' weights.
         max_len: the longest sequence in tokens.
-        load_format: "auto" or "dummy".
 
     Raises:
         ValueError: files are missing or unreadable; tensors are missing, surplus or of the wrong shape.
@@ -189,6 +187,4 @@ def _fill(
 def _compare_tied_head(model: CausalLM, head: Tensor) -> None:
     embedding = model.model.embed_tokens.weight
     if not torch.equal(head.to(embedding.device, embedding.dtype), embedding):
-        logger.warning(
-            "%s is ignored: it differs from the embedding, to which config.json ties the head", HEAD
-        )
+        logger.warning("%s is ignored: it differs from the embedding, to which config.json ties the head", HEAD)
