@@ -39,6 +39,8 @@ class EngineConfig:
     schedule_policy: "prefix" runs a batch in the order of its prefix tree, "fcfs" in the order given.
     enable_forest_attention: read a shared prefix once for all rows that share it.
     enforce_eager: no CUDA graphs.
+    metrics_file: keep the metrics in this file, in Prometheus' text format (see `engine/metrics.py`).
+    trace: write what happens to every block to this file, one JSON line a step (see `engine/events.py`).
     load_format: "auto" reads the weights, "dummy" makes random ones (only config.json is needed).
     trust_remote_code: let the tokenizer run code from its directory.
     skip_tokenizer_init: no tokenizer at all: prompts and outputs are token ids.
@@ -61,6 +63,8 @@ class EngineConfig:
     schedule_policy: str = "prefix"
     enable_forest_attention: bool = True
     enforce_eager: bool = False
+    metrics_file: str | None = None
+    trace: str | None = None
     load_format: str = "auto"
     trust_remote_code: bool = False
     skip_tokenizer_init: bool = False
@@ -76,6 +80,9 @@ class EngineConfig:
                 raise ValueError(f"LLM got an unknown argument {name!r}; {hint}")
         if arguments.get("dtype") is not None and not isinstance(arguments["dtype"], str):
             arguments["dtype"] = str(arguments["dtype"]).removeprefix("torch.")
+        for name in ("metrics_file", "trace"):
+            if isinstance(arguments.get(name), os.PathLike):
+                arguments[name] = os.fspath(arguments[name])
         return cls(model=os.fspath(model), **arguments)
 
     def __post_init__(self) -> None:
@@ -91,6 +98,10 @@ class EngineConfig:
         for field in dataclasses.fields(self):
             if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
                 raise ValueError(f"{field.name} must be True or False, not {getattr(self, field.name)!r}")
+        for name in ("metrics_file", "trace"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ValueError(f"{name} must be the name of a file or None, not {value!r}")
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {utilization!r}")

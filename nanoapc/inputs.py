@@ -9,6 +9,7 @@ error is a ValueError that names the index, the value and the remedy. The caller
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -85,6 +86,11 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
 
+    @property
+    def num_valid_ids(self) -> int:
+        """Token ids below it can be emitted: those of the vocabulary that the tokenizer knows."""
+        return self.vocab_size if self.tokenizer is None else min(len(self.tokenizer), self.vocab_size)
+
     def prompts(
         self, raw: Sequence[PromptType], first_index: int = 0, progress: Callable[[int], object] = lambda n: None
     ) -> list[Prompt]:
@@ -118,11 +124,12 @@ class InputProcessor:
                 "(skip_tokenizer_init=True); pass token ids"
             )
         for text, place in zip(texts, places, strict=True):
-            try:
-                text.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"prompt {first_index + place} is not valid Unicode: {error}; repair the text") from None
-        return self.tokenizer(texts)["input_ids"]
+            check_unicode(text, f"prompt {first_index + place}")
+        return self.tokenize(texts)
+
+    def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
+        """Token ids of valid texts, all in one call; rendered conversations have their special tokens already."""
+        return self.tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else []
 
     def check_token_ids(self, token_ids: Any, name: str) -> np.ndarray:
         """token ids -> [n] int32; ValueError if one is no whole number, outside the vocabulary, or they are too many."""
@@ -143,16 +150,18 @@ class InputProcessor:
             )
         return np.asarray(ids, np.int32)
 
-    def render_chat(self, messages: Any, index: int, template: str | None, options: Mapping[str, Any]) -> list[int]:
-        """One conversation through the chat template -> token ids (the template brings its own BOS, if any)."""
+    def render_chat(self, messages: Any, name: str, template: str | None, options: Mapping[str, Any]) -> str:
+        """One conversation through the chat template -> text (with the template's own BOS, if it brings one)."""
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer, but this LLM has none (skip_tokenizer_init=True)")
-        check_messages(messages, index)
+        check_messages(messages, name)
+        plain = [_plain_message(message) for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(messages, chat_template=template, tokenize=False, **options)
+            text = self.tokenizer.apply_chat_template(plain, chat_template=template, tokenize=False, **options)
         except Exception as error:  # templates raise errors of their own kinds
-            raise ValueError(f"the chat template does not take conversation {index}: {error}") from error
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+            raise ValueError(f"the chat template does not take {name}: {error}") from error
+        check_unicode(text, name)
+        return text
 
 
 def as_conversations(messages: Any) -> list[Any]:
@@ -161,20 +170,51 @@ def as_conversations(messages: Any) -> list[Any]:
     return [many] if many and isinstance(many[0], Mapping) else many
 
 
-def check_messages(messages: Any, index: int) -> None:
+def check_unicode(text: str, name: str) -> None:
+    """ValueError if the text holds half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode: {error}; repair the text") from None
+
+
+def check_messages(messages: Any, name: str) -> None:
     """ValueError unless `messages` is a non-empty list of {"role": ..., "content": text or text parts}."""
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ValueError(f"conversation {index} is {messages!r}; it must be a non-empty list of messages")
+        raise ValueError(f"{name} is {messages!r}; it must be a non-empty list of messages")
     for number, message in enumerate(messages):
-        where = f"message {number} of conversation {index}"
+        where = f"message {number} of {name}"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
             raise ValueError(f"{where} is {message!r}; it must be a dict with a 'role' and a 'content'")
         content = message.get("content")
-        parts = content if isinstance(content, list) else []
-        for part in parts:
+        if content is not None and not isinstance(content, str | list):
+            raise ValueError(f"{where} has the content {content!r}; it must be a text or a list of text parts")
+        for part in content if isinstance(content, list) else []:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text":
                 raise ValueError(f"{where} has a content part of type {kind!r}; only text is supported")
+            if not isinstance(part.get("text"), str):
+                raise ValueError(f"{where} has a text part without a text: {part!r}")
+
+
+def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy as templates want it: text parts joined by newlines, arguments of tool calls parsed."""
+    plain = dict(message)
+    if isinstance(content := plain.get("content"), list):
+        plain["content"] = "\n".join(part["text"] for part in content)
+    if isinstance(calls := plain.get("tool_calls"), list):
+        plain["tool_calls"] = [_parsed_call(call) for call in calls]
+    return plain
+
+
+def _parsed_call(call: Any) -> Any:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
+        return call
+    try:
+        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
+    except ValueError:
+        return call
 
 
 def _parse(prompt: PromptType, index: int) -> tuple[str | Sequence[int], str | None, bytes]:

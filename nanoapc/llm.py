@@ -23,6 +23,8 @@ from tqdm import tqdm
 
 from nanoapc.config import EngineConfig
 from nanoapc.engine.engine import Engine
+from nanoapc.engine.explain import Explanation, explain
+from nanoapc.engine.metrics import Metrics
 from nanoapc.engine.prefix_order import prefix_order
 from nanoapc.engine.request import Request, make_output
 from nanoapc.engine.sequence import Sequence as EngineSequence
@@ -62,7 +64,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], **arguments: Any):
         self.engine = Engine(EngineConfig.from_arguments(model, **arguments))
-        self._inputs = InputProcessor(
+        self.inputs = InputProcessor(
             self.engine.tokenizer, self.engine.model_config.vocab_size, self.engine.max_model_len
         )
         self._lock = threading.RLock()
@@ -96,7 +98,7 @@ class LLM:
         params = pair_params(raw, sampling_params, SamplingParams())
         self._verify(params)
         with tqdm(total=len(raw), desc="Tokenizing", disable=not use_tqdm, leave=False) as bar:
-            ready = self._inputs.prompts(raw, progress=bar.update)
+            ready = self.inputs.prompts(raw, progress=bar.update)
         requests = [Request("", i, *pair) for i, pair in enumerate(zip(ready, params, strict=True))]
         return self._run_all(requests, use_tqdm)
 
@@ -123,7 +125,11 @@ class LLM:
             **(chat_template_kwargs or {}),
         }
         conversations = as_conversations(messages)
-        token_ids = [self._inputs.render_chat(c, i, chat_template, options) for i, c in enumerate(conversations)]
+        texts = [
+            self.inputs.render_chat(conversation, f"conversation {i}", chat_template, options)
+            for i, conversation in enumerate(conversations)
+        ]
+        token_ids = self.inputs.tokenize(texts, add_special_tokens=False)
         prompts = [{"prompt_token_ids": ids, "cache_salt": cache_salt} for ids in token_ids]
         return self.generate(prompts, sampling_params, use_tqdm)
 
@@ -201,7 +207,7 @@ class LLM:
                 raise item
         prompts, params = [p for p, _ in window], [s for _, s in window]
         self._verify(pair_params(prompts, params, SamplingParams(), index), index)
-        ready = self._inputs.prompts(prompts, index)
+        ready = self.inputs.prompts(prompts, index)
         return [
             Request("", index + i, *pair, call=call) for i, pair in enumerate(zip(ready, params, strict=True))
         ]
@@ -277,6 +283,7 @@ class LLM:
         """One step for everybody, run by `caller` (the lock is held)."""
         if caller.error is not None:
             error, caller.error = caller.error, None
+            self._check_open()
             raise RuntimeError("a step that these requests shared with others has failed") from error
         try:
             finished = self.engine.step()
@@ -328,6 +335,31 @@ class LLM:
                 "cached_prefixes": sum(prefix.is_leaf for prefix in prefixes),
                 "evictions": pool.num_evictions,
             }
+
+    def metrics(self) -> Metrics:
+        """This moment's numbers: hits, evictions, savings, step times (see `engine/metrics.py`)."""
+        with self._lock:
+            return self.engine.metrics()
+
+    def explain(
+        self, prompt: PromptType, cache_salt: str | None = None, sampling_params: SamplingParams | None = None
+    ) -> Explanation:
+        """How much of a prompt the prefix cache holds now, and why no more. Changes nothing.
+
+        Args:
+            prompt: as for `generate`; a dict may bring its own cache_salt.
+            cache_salt: otherwise the salt.
+            sampling_params: what the prompt would run with (some of them skip the cache).
+        """
+        if cache_salt is not None:
+            key = "prompt" if isinstance(prompt, str) else "prompt_token_ids"
+            prompt = {**(prompt if isinstance(prompt, Mapping) else {key: prompt}), "cache_salt": cache_salt}
+        (ready,) = self.inputs.prompts([prompt])
+        with self._lock:
+            self._check_open()
+            params = sampling_params or SamplingParams()
+            seq = EngineSequence(-1, ready.token_ids, params, max_tokens=1, extra=ready.extra)
+            return explain(self.engine.manager, seq)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces all weights by (name, tensor) pairs with the checkpoint's names, and resets the prefix cache.

@@ -45,21 +45,12 @@ class CompletionOutput:
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """When things happened to a request, in seconds on one monotonic clock."""
+    """When things happened to a request, in seconds of `time.perf_counter`."""
 
     arrival_time: float
-    first_token_time: float | None = None
-    finished_time: float | None = None
-
-    @property
-    def time_to_first_token_s(self) -> float | None:
-        """Seconds from arrival to the first token of any of its outputs."""
-        return None if self.first_token_time is None else self.first_token_time - self.arrival_time
-
-    @property
-    def time_to_end_s(self) -> float | None:
-        """Seconds from arrival to the end of its last output."""
-        return None if self.finished_time is None else self.finished_time - self.arrival_time
+    first_token_time: float
+    """The first token of any of its outputs."""
+    finished_time: float
 
 
 @dataclass

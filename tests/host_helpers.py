@@ -11,6 +11,7 @@ The null model has two layers like a real one's, so that a wrong, unwritten or o
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -159,9 +160,7 @@ class NullEngine:
         hasher = ConstantHasher("xxhash") if constant_hash else BlockHasher("xxhash")
         self.manager = BlockManager(num_blocks, block_size, hasher, enable_caching)
         self.pool = self.manager.pool
-        self.scheduler = Scheduler(
-            self.manager, max_num_seqs, max_num_batched_tokens, max_model_len, eos, policy
-        )
+        self.scheduler = Scheduler(self.manager, max_num_seqs, max_num_batched_tokens, max_model_len, eos, policy)
         self.stats = self.scheduler.stats
         self.model = NullModel(num_blocks, block_size, vocab_size)
         self.num_steps = 0
@@ -278,9 +277,9 @@ class NullEngine:
         assert block.ref_count == 1 or block.prefix is not None, "a block that is not full is shared"
 
     def _check_neighbours(self, batch: StepBatch) -> None:
-        """Sequences that share a block stand next to each other."""
-        tables = [[block.block_id for block in seq.blocks] for seq in batch.sequences]
-        for column in range(max(map(len, tables))):
-            ids = [table[column] if column < len(table) else -1 - i for i, table in enumerate(tables)]
-            num_runs = 1 + sum(a != b for a, b in zip(ids, ids[1:], strict=False))
-            assert num_runs == len(set(ids)), "sequences that share a block are apart"
+        """Sequences that share a run of blocks from the first on stand next to each other."""
+        tables = [tuple(block.block_id for block in seq.blocks) for seq in batch.sequences]
+        for length in range(1, max(map(len, tables)) + 1):
+            runs = [table[:length] if len(table) >= length else i for i, table in enumerate(tables)]
+            num_groups = 1 + sum(a != b for a, b in itertools.pairwise(runs))
+            assert num_groups == len(set(runs)), "sequences that share blocks are apart"

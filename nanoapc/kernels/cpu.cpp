@@ -64,14 +64,17 @@ void store_outputs(const float* c, c10::BFloat16* out, int64_t stride, int64_t n
 }
 #endif
 
-// Panels of 32 outputs are handed to the threads; each is multiplied with all tokens of a chunk while it is in cache.
+// The threads take stripes of a few panels of 32 outputs; a stripe's weights stay in cache while it meets all tokens of
+// a chunk, a few column tiles at a time.
 template <typename Engine>
 void linear_rows(const Tensor& x, const Tensor& weight, const typename Engine::Element* bias, Tensor& out) {
   using T = typename Engine::Element;
+  constexpr int64_t PANEL = 2 * LANES, STEP = Engine::TILES_AT_ONCE;
   const int64_t num_tokens = x.size(0), k = x.size(1), num_outputs = out.size(1), width = weight.size(1);
-  const int64_t packed = Engine::packed_size(k), panels = (num_outputs + 2 * LANES - 1) / (2 * LANES);
-  // Packed tokens of a chunk are to stay in a core's second-level cache.
-  const int64_t fit = (1 << 20) / (packed * int64_t(sizeof(typename Engine::Packed))) / 2 * 2;
+  const int64_t packed = Engine::packed_size(k), panels = (num_outputs + PANEL - 1) / PANEL;
+  const int64_t stripe = std::clamp<int64_t>(panels / (4 * at::get_num_threads()), 1, 8);
+  // The packed tokens of a chunk are to stay in the second-level cache.
+  const int64_t fit = (1 << 20) / (packed * int64_t(sizeof(typename Engine::Packed))) / STEP * STEP;
   const int64_t chunk = std::max<int64_t>(fit, 4) * LANES;
   const T *xp = x.const_data_ptr<T>(), *wp = weight.const_data_ptr<T>();
   T* op = out.mutable_data_ptr<T>();
@@ -86,18 +89,22 @@ void linear_rows(const Tensor& x, const Tensor& weight, const typename Engine::E
         Engine::pack(rows, k, columns + t * packed);
       });
     });
-    const int64_t grain = std::max<int64_t>(1, panels / (8 * at::get_num_threads()));
-    for_each(panels, grain, [&](auto&& take) {
+    for_each((panels + stripe - 1) / stripe, 1, [&](auto&& take) {
       typename Engine::Session session;
-      float* c = scratch<float>(RESULT, tiles * 2 * BLOCK);
-      take([&](int64_t p) {
-        const T* w = wp + p * 2 * LANES * width;
-        const T* groups[2] = {w, w + LANES * width};
-        const int64_t n = std::min<int64_t>(2 * LANES, num_outputs - p * 2 * LANES);
-        Engine::multiply(groups, 2, width, k, columns, tiles, c, 2 * BLOCK);
-        for (int64_t t = 0; t < tiles; ++t)
-          store_outputs<T>(c + t * 2 * BLOCK, op + (begin + t * LANES) * num_outputs + p * 2 * LANES, num_outputs,
-                           std::min<int64_t>(LANES, count - t * LANES), n, bias ? bias + p * 2 * LANES : nullptr);
+      float* c = scratch<float>(RESULT, STEP * 2 * BLOCK);
+      take([&](int64_t s) {
+        for (int64_t first = 0; first < tiles; first += STEP)
+          for (int64_t p = s * stripe; p < std::min(panels, (s + 1) * stripe); ++p) {
+            const T* w = wp + p * PANEL * width;
+            const T* groups[2] = {w, w + LANES * width};
+            const int64_t num = std::min(STEP, tiles - first), n = std::min(PANEL, num_outputs - p * PANEL);
+            Engine::multiply(groups, 2, width, k, columns + first * packed, num, c, 2 * BLOCK);
+            for (int64_t t = 0; t < num; ++t) {
+              const int64_t token = (first + t) * LANES;
+              store_outputs<T>(c + t * 2 * BLOCK, op + (begin + token) * num_outputs + p * PANEL, num_outputs,
+                               std::min<int64_t>(LANES, count - token), n, bias ? bias + p * PANEL : nullptr);
+            }
+          }
       });
     });
   }
@@ -112,7 +119,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
     const T* b = bias ? bias->const_data_ptr<T>() : nullptr;
 #ifdef NANOAPC_AMX
     if constexpr (std::is_same_v<T, c10::BFloat16>)
-      if (amx) return linear_rows<AmxEngine>(x, weight, b, out);
+      if (amx && amx_available()) return linear_rows<AmxEngine>(x, weight, b, out);
 #endif
     linear_rows<VectorEngine<T>>(x, weight, b, out);
   });
@@ -172,7 +179,7 @@ Tensor attention(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, c
     using T = decltype(zero);
 #ifdef NANOAPC_AMX
     if constexpr (std::is_same_v<T, c10::BFloat16>)
-      if (amx && q.size(2) % LANES == 0)
+      if (amx && amx_available() && q.size(2) % LANES == 0)
         return attend<AmxValues>(q, kv_cache, tiles, positions, block_tables, level_starts, scale, out);
 #endif
     attend<VectorValues<T>>(q, kv_cache, tiles, positions, block_tables, level_starts, scale, out);

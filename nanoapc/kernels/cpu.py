@@ -1,11 +1,11 @@
 """CpuKernels: the kernels in C++ (cpu.cpp), compiled on first use for the machine that runs them.
 
-Invariant: a row's bits depend on that row alone - not on the other rows of the step, on how attention was cut into
-tiles, or on the number of threads (cpu_matrix.h and cpu_attention.h say why).
+Invariant: a row's bits depend on that row alone - not on the other rows of the step, on how attention was cut
+into tiles, or on the number of threads (cpu_matrix.h and cpu_attention.h say why).
 
-The shared library lands in a cache under a name that holds a hash of everything it depends on (sources, flags,
-compiler, PyTorch, processor), so nothing stale is ever loaded. It is built in a folder of its own and renamed into
-place: processes that build at the same time disturb nobody, and one that dies leaves nothing half done.
+The shared library lands in a cache under a name that holds a hash of all that it depends on (sources, flags,
+compiler, PyTorch, processor), so nothing stale is ever loaded. It is built in a folder of its own and renamed
+into place: processes that build at the same time disturb nobody, and one that dies leaves nothing half done.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ SOURCES = [Path(__file__).parent / name for name in ("cpu.cpp", "cpu_attention.h
 
 COMPILE_SECONDS = 600
 """A compiler that takes longer is taken for a broken one."""
+
+DIGEST_BYTES = 32
+"""A library in the cache ends with the SHA-256 of what comes before."""
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +81,8 @@ class CpuKernels:
 
     def attention(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         """q [T, H, D], kv_cache [NB, 2, Hkv, B, D] -> [T, H, D]."""
-        return self._attention(
-            q, kv_cache, plan.tiles, plan.positions, plan.block_tables, plan.level_starts, scale, self.matrix_unit
-        )
+        step = (plan.tiles, plan.positions, plan.block_tables, plan.level_starts)
+        return self._attention(q, kv_cache, *step, scale, self.matrix_unit)
 
     def copy_blocks(self, kv_memory: Tensor, copies: Sequence[tuple[int, int, int]]) -> None:
         """(source, destination, num_tokens): the first tokens of a block, all layers, in list order."""
@@ -104,7 +106,7 @@ def cpu_kernels() -> CpuKernels | ReferenceKernels:
 
 
 def load_library() -> None:
-    """Registers torch.ops.nanoapc_cpu, once a process; compiles it when no cache folder has a copy that loads.
+    """Registers torch.ops.nanoapc_cpu, once a process; compiles it if the cache has no copy that loads.
 
     Raises:
         RuntimeError: there is no compiler, or it fails.
@@ -132,12 +134,13 @@ def load_library() -> None:
 
 
 def _loads(library: Path) -> bool:
-    try:
+    content = library.read_bytes()
+    whole = hashlib.sha256(content[:-DIGEST_BYTES]).digest() == content[-DIGEST_BYTES:]
+    if whole:  # a file cut short, by a full disk for example, would crash the process
         torch.ops.load_library(str(library))
-    except OSError:  # cut short by a full disk, for example
+    else:
         logger.warning("%s is damaged, compiling it again", library)
-        return False
-    return True
+    return whole
 
 
 def cache_folders() -> list[Path]:
@@ -176,11 +179,12 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return "".join(sorted({x for x in lines if x.startswith(("flags", "Features", "model", "cpu family", "CPU part"))}))
+    kept = ("flags", "Features", "model", "cpu family", "CPU part")
+    return "".join(sorted({line for line in lines if line.startswith(kept)}))
 
 
 def build(command: list[str], library: Path) -> None:
-    """Compiles SOURCES[0] to `library`, which appears at once and whole. OSError: its folder cannot be written."""
+    """Compiles SOURCES[0] to `library`, which appears whole. OSError: its folder cannot be written."""
     with tempfile.TemporaryDirectory(dir=library.parent, prefix="building-") as folder:
         output = Path(folder) / library.name
         started = time.monotonic()
@@ -195,6 +199,8 @@ def build(command: list[str], library: Path) -> None:
         except subprocess.TimeoutExpired:
             raise RuntimeError(f"{command[0]} took more than {COMPILE_SECONDS} s") from None
         if result.returncode != 0 or not output.is_file():
-            raise RuntimeError(f"{command[0]} failed: {result.stderr[:2000] or f'exit code {result.returncode}'}")
+            raise RuntimeError(f"{command[0]} failed ({result.returncode}): {result.stderr[:2000]}")
+        with output.open("ab") as file:
+            file.write(hashlib.sha256(output.read_bytes()).digest())
         os.replace(output, library)
         logger.info("compiled in %.0f s", time.monotonic() - started)

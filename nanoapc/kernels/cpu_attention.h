@@ -159,7 +159,9 @@ template <typename Values> struct Attention {
   bool in_place() const { return block_size % LANES == 0 && padded_dim() == head_dim; }
 
   // Scores of n positions from `start` on for 16 columns -> weights in place; returns exp(m - new m).
-  f32x16 softmax(float* scores, int64_t start, int64_t n, const int32_t* position, f32x16& m, f32x16& l) const {
+  // Meanwhile it has the memory bring `ahead` (the values, or nullptr), which will be read next.
+  f32x16 softmax(float* scores, int64_t start, int64_t n, const int32_t* position, f32x16& m, f32x16& l,
+                 const T* const* ahead) const {
     const i32x16 last_seen = load_raw<i32x16>(position);
     f32x16 largest = m;
     bool masked = false;
@@ -172,6 +174,7 @@ template <typename Values> struct Attention {
     }
     f32x16 sum{};
     for (int64_t i = 0; i < n; ++i) {
+      for (int64_t j = 0; ahead && j < head_dim; j += 64 / sizeof(T)) __builtin_prefetch(ahead[i] + value_offset + j);
       const f32x16 weight = exp(load(scores + i * LANES) - largest);
       store(scores + i * LANES, weight);
       sum += weight;
@@ -222,7 +225,7 @@ template <typename Values> struct Attention {
       Engine::multiply(groups, (n + LANES - 1) / LANES, padded_dim(), d, queries, num_tiles, scores, SPAN * LANES);
       for (int64_t t = 0; t < num_tiles; ++t) {
         const f32x16 factor =
-            softmax(scores + t * SPAN * LANES, start, n, position + t * LANES, m[t], l[t]);
+            softmax(scores + t * SPAN * LANES, start, n, position + t * LANES, m[t], l[t], t == 0 ? k : nullptr);
         if (start > 0) Values::rescale(acc + t * acc_size, d, factor);
       }
       for (int64_t i = 0; i < n; ++i) k[i] += value_offset;  // from here on: the values

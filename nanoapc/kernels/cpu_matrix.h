@@ -23,9 +23,11 @@
 #include <memory>
 #include <new>
 
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 #if defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__AVX512BF16__) && defined(__linux__)
 #define NANOAPC_AMX 1
-#include <immintrin.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -50,9 +52,14 @@ template <typename V> inline V load_raw(const void* p) {
 inline f32x16 broadcast(float x) { return x - f32x16{}; }
 
 inline f32x16 load(const float* p) { return load_raw<f32x16>(p); }
-inline f32x16 load(const c10::BFloat16* p) {
-  return (f32x16)(__builtin_convertvector(load_raw<u16x16>(p), u32x16) << 16);
+inline f32x16 from_bf16(u16x16 v) {
+#ifdef __AVX512BF16__
+  return (f32x16)((u32x16)_mm512_cvtepu16_epi32((__m256i)v) << 16);
+#else
+  return (f32x16)(__builtin_convertvector(v, u32x16) << 16);
+#endif
 }
+inline f32x16 load(const c10::BFloat16* p) { return from_bf16(load_raw<u16x16>(p)); }
 inline f32x16 load(const c10::Half* p) {
   f32x16 v;
   for (int i = 0; i < LANES; ++i) v[i] = p[i];
@@ -60,10 +67,17 @@ inline f32x16 load(const c10::Half* p) {
 }
 
 inline void store(float* p, f32x16 v) { std::memcpy(p, &v, sizeof v); }
-inline void store(c10::BFloat16* p, f32x16 v) {  // round to nearest, ties to even; NaN stays NaN
+inline u16x16 to_bf16(f32x16 v) {  // round to nearest, ties to even; NaN stays NaN
+#ifdef __AVX512BF16__
+  return (u16x16)_mm512_cvtneps_pbh((__m512)v);
+#else
   u32x16 bits = (u32x16)v;
   u32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  u16x16 out = __builtin_convertvector(v == v ? rounded : (bits >> 16) | 0x40, u16x16);
+  return __builtin_convertvector(v == v ? rounded : (bits >> 16) | 0x40, u16x16);
+#endif
+}
+inline void store(c10::BFloat16* p, f32x16 v) {
+  const u16x16 out = to_bf16(v);
   std::memcpy(p, &out, sizeof out);
 }
 inline void store(c10::Half* p, f32x16 v) {
@@ -83,16 +97,20 @@ template <typename T> inline void store_some(T* p, f32x16 v, int64_t n) {
   std::memcpy((void*)p, buffer, n * sizeof(T));
 }
 template <typename T> inline f32x16 round_to(f32x16 v) {  // v as it would be after a store as T
+  if constexpr (std::is_same_v<T, float>) return v;
+  if constexpr (std::is_same_v<T, c10::BFloat16>) return from_bf16(to_bf16(v));
   T buffer[LANES];
   store(buffer, v);
   return load(buffer);
 }
 
 inline f32x16 max(f32x16 a, f32x16 b) { return a > b ? a : b; }
-inline float sum_lanes(f32x16 v) {
+inline float sum_lanes(f32x16 v) {  // lanes i and i + 8, then i and i + 4, ...
+  float x[LANES];
+  store(x, v);
   for (int width = LANES / 2; width > 0; width /= 2)
-    for (int i = 0; i < width; ++i) v[i] += v[i + width];
-  return v[0];
+    for (int i = 0; i < width; ++i) x[i] += x[i + width];
+  return x[0];
 }
 
 // e^x within 2e-7 relative; exactly 1 at 0 and exactly 0 below -87 (also at -inf).
@@ -201,6 +219,7 @@ template <typename T> struct VectorEngine {
   using Element = T;
   using Packed = float;
   static constexpr int K_MULTIPLE = 1;
+  static constexpr int TILES_AT_ONCE = 8;
   struct Session {  // what a thread has to hold while it multiplies
     ~Session() {}
   };
@@ -327,6 +346,7 @@ struct AmxEngine {
   using Element = c10::BFloat16;
   using Packed = c10::BFloat16;
   static constexpr int K_MULTIPLE = 32;
+  static constexpr int TILES_AT_ONCE = 2;
 
   struct Session {  // all eight tile registers as 16 rows of 64 bytes
     Session() {

@@ -1,4 +1,4 @@
-"""ReferenceKernels: every kernel in plain PyTorch. The specification, and the fallback where nothing faster runs.
+"""ReferenceKernels: every kernel in plain PyTorch. The specification, and the fallback for any device.
 
 Invariant: products accumulate and normalisations run in float32, results have the dtype of the input; a slot
 of the KV memory that no row may see has no influence, not even when it holds NaN.
@@ -96,7 +96,7 @@ class ReferenceKernels:
         return (state[2] / state[1].unsqueeze(-1)).to(q.dtype)
 
     def copy_blocks(self, kv_memory: Tensor, copies: Sequence[tuple[int, int, int]]) -> None:
-        """(source, destination, num_tokens): the first tokens of a block, all layers, K and V, in list order."""
+        """(source, destination, num_tokens): the first tokens of a block, all layers, in order."""
         for source, destination, num_tokens in copies:
             kv_memory[destination, ..., :num_tokens, :] = kv_memory[source, ..., :num_tokens, :]
 
@@ -169,7 +169,7 @@ def _attend(
 ) -> None:
     """Folds positions [kv_start, kv_start + CHUNK_TOKENS) of each tile's own range into its rows' state.
 
-    n tiles, padded to R rows (the last one repeated) and C positions; G = H / Hkv query heads share a KV head.
+    n tiles, padded to R rows (the last one repeated) and C positions; G = H / Hkv query heads a KV head.
     """
     _, num_heads, head_dim = q.shape
     num_kv_heads, block_size = kv_cache.shape[2:4]
@@ -197,13 +197,13 @@ def _attend(
     scores = scores.view(n, num_kv_heads, num_rows, group, length)
     scores.masked_fill_(~seen[:, None, :, None], -torch.inf)
 
-    m, l, acc = (part[rows].view(n, num_rows, num_kv_heads, group, -1).transpose(1, 2) for part in state)
+    m, sums, acc = (part[rows].view(n, num_rows, num_kv_heads, group, -1).transpose(1, 2) for part in state)
     new_m = torch.maximum(m, scores.amax(-1, keepdim=True))  # [n, Hkv, R, G, 1]
     reference = new_m.masked_fill(new_m == -torch.inf, 0)  # a row that has seen nothing yet stays at l = 0
     weights = torch.exp(scores - reference)
     rescale = torch.exp(m - reference)
     summed = weights.view(n, num_kv_heads, num_rows * group, length) @ v.transpose(1, 2)
     new_acc = acc * rescale + summed.view(acc.shape)
-    new_l = l * rescale + weights.sum(-1, keepdim=True)
-    for part, new in zip(state, (new_m, new_l, new_acc), strict=True):
+    new_sums = sums * rescale + weights.sum(-1, keepdim=True)
+    for part, new in zip(state, (new_m, new_sums, new_acc), strict=True):
         part[rows[is_row]] = new.transpose(1, 2)[is_row].reshape(-1, *part.shape[1:])

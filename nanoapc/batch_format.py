@@ -1,0 +1,350 @@
+"""The OpenAI batch format: what a line asks for, and what its result line says.
+
+    {"custom_id": ..., "method": "POST", "url": "/v1/chat/completions", "body": {"messages": [...], ...}}  ->
+    {"id": ..., "custom_id": ..., "response": {"status_code": 200, "body": {...}}, "error": null}
+
+Invariant: no line raises. Whatever is wrong with it becomes its error line (status code not 200 *and* "error" set, no
+usage), and no field that could change a result is ignored. "id" is a digest of what was asked, so a result says which
+request it answers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import islice
+from typing import Any
+
+from nanoapc.inputs import InputProcessor, check_unicode
+from nanoapc.outputs import CompletionOutput, Logprob, RequestOutput
+from nanoapc.sampling_params import SamplingParams
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MAX_LINE_BYTES = 64 * 2**20
+MOST = {"n": 128, "logprobs": 20}
+"""OpenAI's limits: no line shall take the whole engine."""
+MAX_KNOWN = 1000
+LEAST_LOGPROB = -9999.0
+"""JSON has no infinity."""
+
+SAMPLING = {item.name for item in dataclasses.fields(SamplingParams)} - {
+    *("max_tokens", "logprobs", "prompt_logprobs", "detokenize", "skip_reading_prefix_cache")
+}
+"""Fields that go to SamplingParams as they are."""
+TEMPLATE = {
+    "tools": list,
+    "chat_template": str,
+    "chat_template_kwargs": dict,
+    "add_generation_prompt": bool,
+    "continue_final_message": bool,
+}
+"""Fields that go to the chat template, and their types."""
+COMMON = SAMPLING | {"model", "max_tokens", "max_completion_tokens", "cache_salt", "logprobs"}
+FIELDS = {CHAT: COMMON | {"messages", "top_logprobs", *TEMPLATE}, COMPLETIONS: COMMON | {"prompt"}}
+IGNORED = {
+    *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
+    *("priority", "request_id", "stream_options", "parallel_tool_calls"),
+}
+"""Fields that change no result here."""
+HARMLESS: dict[str, Any] = {
+    "stream": False,
+    "echo": False,
+    "best_of": 1,
+    "suffix": "",
+    "response_format": {"type": "text"},
+    "modalities": ["text"],
+    "tool_choice": "auto",
+}
+"""Fields that are not supported, and the value with which they change nothing."""
+
+
+class LineError(ValueError):
+    """Why a line has no answer. param: the field at fault; status: as an HTTP server would say it."""
+
+    def __init__(self, message: str, param: str | None = None, status: int = 400):
+        super().__init__(message if len(message) <= 1000 else message[:1000] + " ...")
+        self.param, self.status = param, status
+
+
+@dataclass
+class RequestLine:
+    """A line of the input. `parse_line` makes it; `RequestReader.read` adds prompt and params, or the error.
+
+    number: from 1, blank lines counted. custom_id: None if it has none that can be used. digest: of what is asked
+    (without a custom_id: of number and line). prompt: what `LLM.stream` takes.
+    """
+
+    number: int
+    custom_id: str | None
+    digest: str
+    url: str = ""
+    body: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    error: LineError | None = None
+    prompt: Any = None
+    params: SamplingParams | None = None
+
+
+def parse_line(number: int, data: bytes) -> RequestLine:
+    """The envelope of a line that is not blank; raises nothing."""
+    line = RequestLine(number, None, _digest(b"%d:" % number + data))
+    try:
+        fields = _json_object(data, f"line {number}")
+        custom_id = fields.get("custom_id")
+        if not isinstance(custom_id, str) or not custom_id:
+            raise LineError(
+                f"line {number} has custom_id {_short(custom_id)}; it must be a non-empty text", "custom_id"
+            )
+        line.custom_id = custom_id
+        asked = [fields.get(name) for name in ("method", "url", "body")]
+        line.digest = _digest(json.dumps(asked, sort_keys=True).encode())
+        _check_envelope(fields)
+        line.url = fields["url"]
+        line.body = {name: value for name, value in fields["body"].items() if value is not None}
+    except LineError as error:
+        line.error = error
+    except RecursionError:
+        line.error = LineError(f"line {number} is nested too deeply")
+    return line
+
+
+def _json_object(data: bytes, where: str) -> dict[str, Any]:
+    if len(data) > MAX_LINE_BYTES:
+        raise LineError(f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB")
+    try:
+        value = json.loads(data.decode().removeprefix("\ufeff"))
+    except ValueError as error:
+        kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
+        raise LineError(f"{where} is not {kind}: {error}") from None
+    if not isinstance(value, dict):
+        raise LineError(f"{where} is {_short(value)}; it must be an object")
+    return value
+
+
+def _check_envelope(fields: Mapping[str, Any]) -> None:
+    for name in ("method", "url", "body"):
+        if name not in fields:
+            raise LineError(f"the line has no {name!r}", name)
+    if fields["method"] != "POST":
+        raise LineError(f"method is {_short(fields['method'])}; it must be 'POST'", "method", 405)
+    if fields["url"] not in (CHAT, COMPLETIONS):
+        raise LineError(f"url is {_short(fields['url'])}; supported: {CHAT}, {COMPLETIONS}", "url", 404)
+    if not isinstance(fields["body"], dict):
+        raise LineError(f"body is {_short(fields['body'])}; it must be an object", "body")
+
+
+class RequestReader:
+    """Turns lines into requests for one model.
+
+    Args:
+        inputs: the model's tokenizer and limits.
+        model_names: what "model" may say, the default first.
+        seed: root of the seeds of requests that bring none. Such a seed depends on the custom_id, not on the order,
+            so that a resumed run draws what an uninterrupted one would have drawn.
+    """
+
+    def __init__(self, inputs: InputProcessor, model_names: Sequence[str], seed: int):
+        self._inputs = inputs
+        self._model_names = model_names
+        self._seed = seed
+        self._known: dict[str, SamplingParams] = {}  # most lines of a file ask for the same
+
+    def read(self, lines: Sequence[tuple[int, bytes]]) -> list[RequestLine]:
+        """(number, line) pairs -> lines with prompt and params, or with an error; texts are tokenised together."""
+        parsed = [parse_line(number, data) for number, data in lines]
+        for line in parsed:
+            self._try(self._check, line)
+        for url in (CHAT, COMPLETIONS):  # a rendered conversation has its special tokens already
+            texts = [line for line in parsed if not line.error and line.url == url and isinstance(line.prompt, str)]
+            token_ids = self._inputs.tokenize([line.prompt for line in texts], add_special_tokens=url == COMPLETIONS)
+            for line, ids in zip(texts, token_ids, strict=True):
+                line.prompt = ids
+        for line in parsed:
+            self._try(self._finish, line)
+        return parsed
+
+    def _try(self, function: Callable[[RequestLine], None], line: RequestLine) -> None:
+        try:
+            if line.error is None:
+                function(line)
+        except LineError as error:
+            line.error = error
+        except ValueError as error:  # the messages of SamplingParams begin with the parameter's name
+            name = str(error).replace("=", " ").split(" ")[0]
+            line.error = LineError(str(error), name if name in FIELDS[line.url] else None)
+
+    def _check(self, line: RequestLine) -> None:
+        body = line.body
+        _check_fields(body, line.url)
+        if body.get("model", self._model_names[0]) not in self._model_names:
+            remedy = f"{self._model_names[0]!r} is loaded; --served-model-name adds names"
+            raise LineError(f"model is {_short(body['model'])}, but {remedy}", "model", 404)
+        line.params = self._sampling_params(line)
+        line.prompt = self._conversation(body) if line.url == CHAT else _completion_prompt(body)
+        if isinstance(line.prompt, str) and self._inputs.tokenizer is None:
+            raise LineError("prompt is a text, but there is no tokenizer (skip_tokenizer_init)", "prompt")
+
+    def _sampling_params(self, line: RequestLine) -> SamplingParams:
+        body, is_chat = line.body, line.url == CHAT
+        arguments = {name: body[name] for name in SAMPLING & body.keys()}
+        arguments["max_tokens"] = body.get("max_completion_tokens", body.get("max_tokens", None if is_chat else 16))
+        arguments["logprobs"] = _chat_logprobs(body) if is_chat else body.get("logprobs")
+        for name, most in MOST.items():
+            if isinstance(value := arguments.get(name), int) and value > most:
+                raise LineError(f"{name}={_short(value)} is too many; at most {most}", name)
+        key = repr(arguments)
+        if arguments.get("seed", -1) == -1 and arguments.get("temperature") != 0:
+            root = f"{self._seed}/{line.custom_id}".encode(errors="surrogatepass")
+            arguments["seed"] = int.from_bytes(blake2b(root, digest_size=8).digest(), "little", signed=True)
+            key = ""  # no other line will have this seed
+        if key in self._known:
+            return self._known[key]
+        params = SamplingParams(**arguments)
+        params.verify(self._inputs.num_valid_ids, self._inputs.tokenizer is not None)
+        if params.bad_words:
+            params.bad_words_ids(self._inputs.tokenizer)
+        if key and len(self._known) < MAX_KNOWN:
+            self._known[key] = params
+        return params
+
+    def _conversation(self, body: Mapping[str, Any]) -> str:
+        for name, kind in TEMPLATE.items():
+            if name in body and not isinstance(body[name], kind):
+                raise LineError(f"{name} is {_short(body[name])}; it must be a {kind.__name__}", name)
+        options = {
+            "add_generation_prompt": body.get("add_generation_prompt", True),
+            "continue_final_message": body.get("continue_final_message", False),
+            "tools": body.get("tools"),
+            **body.get("chat_template_kwargs", {}),
+        }
+        return self._inputs.render_chat(body.get("messages"), "messages", body.get("chat_template"), options)
+
+    def _finish(self, line: RequestLine) -> None:
+        token_ids = self._inputs.check_token_ids(line.prompt, "messages" if line.url == CHAT else "prompt")
+        line.prompt = {"prompt_token_ids": token_ids, "cache_salt": line.body.get("cache_salt")}
+
+
+def _check_fields(body: Mapping[str, Any], url: str) -> None:
+    for name, value in body.items():
+        if name not in FIELDS[url] and name not in IGNORED and not (name in HARMLESS and value == HARMLESS[name]):
+            raise LineError(f"the field {name}={_short(value)} is not supported; leave it out", name)
+    salt = body.get("cache_salt")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise LineError(f"cache_salt is {_short(salt)}; it must be a non-empty text", "cache_salt")
+
+
+def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
+    """OpenAI's logprobs (a flag) and top_logprobs (a number) -> how many of the best to report."""
+    wanted, count = body.get("logprobs", False), body.get("top_logprobs", 0)
+    if not isinstance(wanted, bool):
+        raise LineError(f"logprobs is {_short(wanted)}; in a chat it is true or false", "logprobs")
+    if count and not wanted:
+        raise LineError("top_logprobs needs logprobs: true", "top_logprobs")
+    return count if wanted else None
+
+
+def _completion_prompt(body: Mapping[str, Any]) -> str | list[int]:
+    """A text or a list of token ids (which are still to be checked)."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if not isinstance(prompt, str | list):
+        raise LineError(f"prompt is {_short(prompt)}; it must be a text or a list of token ids", "prompt")
+    if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt):
+        raise LineError("prompt holds several prompts; give each a line of its own", "prompt")
+    if isinstance(prompt, str):
+        check_unicode(prompt, "prompt")
+    return prompt
+
+
+# -- result lines --------------------------------------------------------------------------------------------
+
+
+def result_line(line: RequestLine, output: RequestOutput, default_model: str) -> dict[str, Any]:
+    """The result of an answered line."""
+    is_chat = line.url == CHAT
+    choice = _chat_choice if is_chat else _completion_choice
+    num_prompt, num_output = len(output.prompt_token_ids), sum(len(o.token_ids) for o in output.outputs)
+    body = {
+        "id": ("chatcmpl-" if is_chat else "cmpl-") + line.digest,
+        "object": "chat.completion" if is_chat else "text_completion",
+        "created": int(time.time()),
+        "model": line.body.get("model", default_model),
+        "choices": [choice(o, line.body.get("top_logprobs", 0)) for o in output.outputs],
+        "usage": {
+            "prompt_tokens": num_prompt,
+            "completion_tokens": num_output,
+            "total_tokens": num_prompt + num_output,
+            "prompt_tokens_details": {"cached_tokens": output.num_cached_tokens},
+        },
+    }
+    return _line(line, 200, body, None)
+
+
+def error_line(line: RequestLine, error: LineError) -> dict[str, Any]:
+    """The result of a line that cannot be answered: both places where readers look for an error say so."""
+    brief = {"code": "invalid_request", "message": str(error)}
+    return _line(line, error.status, {"error": {**brief, "type": "invalid_request_error", "param": error.param}}, brief)
+
+
+def _line(line: RequestLine, status: int, body: Mapping[str, Any], error: Mapping[str, str] | None) -> dict[str, Any]:
+    response = {"status_code": status, "request_id": f"req_{line.digest}", "body": body}
+    return {"id": f"batch_req_{line.digest}", "custom_id": line.custom_id, "response": response, "error": error}
+
+
+def encode_line(result: Mapping[str, Any]) -> bytes:
+    """A result as one line of UTF-8 JSON."""
+    text = json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n"
+    try:
+        return text.encode()
+    except UnicodeEncodeError:  # half a surrogate pair, in a custom_id: only an escape can say it
+        return (json.dumps(result, allow_nan=False) + "\n").encode()
+
+
+def _chat_choice(output: CompletionOutput, num_top: int) -> dict[str, Any]:
+    logprobs = None
+    if output.logprobs is not None:
+        content = [
+            {**_token(i, entries[i]), "top_logprobs": [_token(*best) for best in islice(entries.items(), num_top)]}
+            for i, entries in zip(output.token_ids, output.logprobs, strict=True)
+        ]
+        logprobs = {"content": content, "refusal": None}
+    message = {"role": "assistant", "content": output.text, "refusal": None}
+    reason = output.finish_reason
+    return {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+
+def _completion_choice(output: CompletionOutput, num_top: int) -> dict[str, Any]:
+    logprobs: dict[str, list[Any]] | None = None
+    if output.logprobs is not None:
+        logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        offset = 0
+        for token_id, entries in zip(output.token_ids, output.logprobs, strict=True):
+            token, logprob = (_token(token_id, entries[token_id])[key] for key in ("token", "logprob"))
+            best: dict[str, float] = {}
+            for entry in map(_token, entries.keys(), entries.values()):
+                best.setdefault(entry["token"], entry["logprob"])  # of two ids with the same text the better one counts
+            values = (token, logprob, best, offset)
+            for column, value in zip(logprobs.values(), values, strict=True):
+                column.append(value)
+            offset += len(token)
+    return {"index": output.index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+
+def _token(token_id: int, logprob: Logprob) -> dict[str, Any]:
+    text = f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
+    # A part of a character has no text of its own, and its bytes are not known here.
+    data = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": max(LEAST_LOGPROB, logprob.logprob), "bytes": data}
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=16).hexdigest()
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else text[:200] + "..."

@@ -1,0 +1,226 @@
+"""Metrics: what the engine counts, and how it is shown.
+
+    Scheduler -> PrefixCacheStats --+
+    Engine ----> PhaseStats --------+-> Metrics, one moment's numbers -> LLM.metrics(), Prometheus text, metrics_file
+    BlockPool ----------------------+
+
+Invariant: a number is counted in one place, once, and what it means stands beside it; the rest is derived when somebody
+asks. Counters start at 0 with the engine and only grow.
+
+What cached tokens save is estimated from the model's shape: W weights in the linear layers, L layers, H query heads,
+Hkv K/V heads, D head size. A request that found its first c tokens has skipped 2 FLOPs a weight for each of them, and
+4 * H * D a layer (scores, weighted sum) for each position that each of them attends to, c * (c + 1) / 2 in all:
+
+    flops_saved    = 2 * W * hit_tokens + 4 * L * H * D * sum of c * (c + 1) / 2
+    kv_bytes_saved = (hit_tokens - copied_tokens) * 2 * L * Hkv * D * bytes an element
+
+Shared tokens are stored once for all; copied ones are stored again. Norms, embeddings and logits (which a prompt
+needs for its last token alone) are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+
+    from nanoapc.engine.scheduler import Scheduler
+    from nanoapc.models.config import ModelConfig
+
+RECENT_REQUESTS = 1000
+"""Requests that the recent hit rate looks back on."""
+INTERVAL_S = 10.0
+"""Seconds between two versions of the metrics file while the engine is busy."""
+
+
+def _counter(name: str, text: str) -> Any:
+    """A number that only grows: its name for Prometheus, and what it means."""
+    return field(default=0, metadata={"name": name, "help": text, "kind": "Counter"})
+
+
+def _gauge(name: str, text: str) -> Any:
+    """A number that goes up and down."""
+    return field(default=0, metadata={"name": name, "help": text, "kind": "Gauge"})
+
+
+@dataclass
+class PrefixCacheStats:
+    """What the scheduler counts. Requests that skip the look-up (prompt_logprobs) count in no query and no hit."""
+
+    queried_tokens: int = _counter("prefix_cache_queries", "prompt tokens that were looked up in the cache")
+    hit_tokens: int = _counter("prefix_cache_hits", "prompt tokens found in the cache, so not computed")
+    copied_tokens: int = _counter("prefix_cache_copied_tokens", "prompt tokens found in partly equal blocks and copied")
+    queried_blocks: int = _counter("prefix_cache_block_queries", "full blocks of prompts that were looked up")
+    hit_blocks: int = _counter("prefix_cache_block_hits", "full blocks of prompts found and shared")
+    computed_tokens: int = _counter("computed_tokens", "tokens that ran through the model")
+    computed_prompt_tokens: int = _counter("prompt_tokens", "prompt tokens that ran through the model")
+    recomputed_tokens: int = _counter("recomputed_tokens", "tokens that ran again, lost in a preemption")
+    generated_tokens: int = _counter("generation_tokens", "tokens sampled")
+    num_preemptions: int = _counter("num_preemptions", "running sequences that had to wait again")
+
+    def __post_init__(self) -> None:
+        self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_REQUESTS)
+        self.hit_pairs = 0  # the sum of c * (c + 1) / 2
+
+    def count_query(
+        self, num_tokens: int, num_blocks: int, hit_tokens: int, hit_blocks: int, copied_tokens: int
+    ) -> None:
+        """A request was admitted that had looked its prompt up."""
+        self.queried_tokens += num_tokens
+        self.queried_blocks += num_blocks
+        self.hit_tokens += hit_tokens
+        self.hit_blocks += hit_blocks
+        self.copied_tokens += copied_tokens
+        self.hit_pairs += hit_tokens * (hit_tokens + 1) // 2
+        self._recent.append((num_tokens, hit_tokens))
+
+    @property
+    def hit_rate(self) -> float:
+        """hit / queried tokens, 0 before the first query."""
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+    @property
+    def recent_hits(self) -> float:
+        """The hit rate over the last RECENT_REQUESTS requests."""
+        queried = sum(tokens for tokens, _ in self._recent)
+        return sum(hits for _, hits in self._recent) / queried if queried else 0.0
+
+
+@dataclass
+class PhaseStats:
+    """Steps of one kind: "prefill" (prompt chunks only), "decode" (one new token a sequence) or "mixed"."""
+
+    steps: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+@dataclass
+class Metrics(PrefixCacheStats):
+    """One moment's numbers; each field's metadata says what it is, the top of this file how savings are estimated."""
+
+    recent_hit_rate: float = _gauge("prefix_cache_recent_hit_rate", f"hit rate of the last {RECENT_REQUESTS} requests")
+    flops_saved: int = _counter("prefix_cache_saved_flops", "floating-point operations that hits have saved, estimated")
+    kv_bytes_saved: int = _counter("prefix_cache_saved_kv_bytes", "bytes of K/V that shared blocks did not store again")
+    evictions: int = _counter("prefix_cache_evictions", "cached blocks whose content was given up for a new one")
+    wanted_evictions: int = _counter("prefix_cache_wanted_evictions", "evicted blocks that a waiting request wanted")
+    num_blocks: int = _gauge("kv_cache_blocks", "blocks of the KV cache")
+    used_blocks: int = _gauge("kv_cache_used_blocks", "blocks held by running sequences")
+    cached_blocks: int = _gauge("prefix_cache_blocks", "blocks that can be found by their content, held or idle")
+    duplicate_blocks: int = _gauge("prefix_cache_duplicate_blocks", "cached blocks with the content of another one")
+    cached_prefixes: int = _gauge("prefix_cache_prefixes", "cached contents that no other continues (leaves)")
+    num_running: int = _gauge("num_requests_running", "sequences that run")
+    num_waiting: int = _gauge("num_requests_waiting", "sequences that wait")
+    steps: dict[str, PhaseStats] = field(default_factory=dict)
+
+    def to_prometheus(self) -> str:
+        """Prometheus' text format, named as vLLM names its own ("nanoapc:prefix_cache_queries_total")."""
+        require_prometheus()
+        from prometheus_client import generate_latest
+
+        return generate_latest(_registry(self)).decode()
+
+
+def collect(scheduler: Scheduler, steps: dict[str, PhaseStats], model: ModelConfig, dtype: torch.dtype) -> Metrics:
+    """An engine's Metrics. Walks the index: some milliseconds for 10,000 cached blocks."""
+    stats, pool = scheduler.stats, scheduler.manager.pool
+    held = [prefix for prefix in pool.prefixes() if prefix.blocks]
+    cached = sum(len(prefix.blocks) for prefix in held)
+    attention = 4 * model.num_layers * model.num_heads * model.head_dim
+    kv_bytes_a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
+    return Metrics(
+        **asdict(stats),
+        recent_hit_rate=stats.recent_hits,
+        flops_saved=2 * linear_weights(model) * stats.hit_tokens + attention * stats.hit_pairs,
+        kv_bytes_saved=(stats.hit_tokens - stats.copied_tokens) * kv_bytes_a_token,
+        evictions=pool.num_evictions,
+        wanted_evictions=pool.num_wanted_evictions,
+        num_blocks=len(pool.blocks),
+        used_blocks=len(pool.blocks) - pool.num_free_blocks,
+        cached_blocks=cached,
+        duplicate_blocks=cached - len(held),
+        cached_prefixes=sum(prefix.is_leaf for prefix in held),
+        num_running=len(scheduler.running),
+        num_waiting=len(scheduler.waiting),
+        steps={phase: PhaseStats(**asdict(count)) for phase, count in steps.items()},
+    )
+
+
+def linear_weights(model: ModelConfig) -> int:
+    """Weights of all linear layers between embedding and head."""
+    heads = 2 * model.num_heads + 2 * model.num_kv_heads  # q and output, k and v
+    return model.num_layers * model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)
+
+
+def require_prometheus() -> None:
+    """ValueError unless prometheus_client can be imported."""
+    try:
+        import prometheus_client  # noqa: F401
+    except ImportError:
+        raise ValueError(
+            "metrics in Prometheus' format need the package prometheus-client: pip install 'nanoapc[metrics]'"
+        ) from None
+
+
+class _Collector:
+    """One moment's Metrics as prometheus_client wants them."""
+
+    def __init__(self, metrics: Metrics):
+        self._metrics = metrics
+
+    def collect(self) -> Iterator[Any]:
+        """The families."""
+        from prometheus_client import core
+
+        for item in fields(self._metrics):
+            if item.metadata:
+                family = getattr(core, f"{item.metadata['kind']}MetricFamily")
+                value = getattr(self._metrics, item.name)
+                yield family(f"nanoapc:{item.metadata['name']}", item.metadata["help"], value=value)
+        for unit in ("steps", "tokens", "seconds"):
+            text = f"{unit} of the steps, by phase"
+            counter = core.CounterMetricFamily(f"nanoapc:phase_{unit}", text, labels=["phase"])
+            for phase, stats in self._metrics.steps.items():
+                counter.add_metric([phase], getattr(stats, unit))
+            yield counter
+
+
+def _registry(metrics: Metrics) -> Any:
+    from prometheus_client import CollectorRegistry
+
+    registry = CollectorRegistry()
+    registry.register(_Collector(metrics))  # type: ignore[arg-type]
+    return registry
+
+
+class MetricsFile:
+    """A textfile for the node exporter's collector (which reads *.prom); replaced as a whole, never half written.
+
+    Raises:
+        ValueError: the package prometheus-client is missing, or the file's folder is.
+    """
+
+    def __init__(self, path: str):
+        require_prometheus()
+        if not os.path.isdir(os.path.dirname(path) or "."):
+            raise ValueError(f"metrics_file={path!r}: there is no such folder; make it first")
+        self._path = path
+        self._written = time.monotonic()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether the last version is INTERVAL_S old."""
+        return time.monotonic() - self._written >= INTERVAL_S
+
+    def write(self, metrics: Metrics) -> None:
+        """Replaces the file."""
+        from prometheus_client import write_to_textfile
+
+        write_to_textfile(self._path, _registry(metrics))
+        self._written = time.monotonic()

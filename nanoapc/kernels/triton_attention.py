@@ -1,0 +1,343 @@
+"""Attention over the tiles of a plan, in Triton: prefill, chunks, decode, split decode, shared prefixes - one kernel.
+
+A program takes an item: some rows of a tile and a part of its KV range, for one KV head. The query heads that
+share this head lie in the rows of one matrix tile, so that its K and V are read once for all of them:
+
+    matrix row     0        1        2        3        4        5
+    query row      0        0        1        1        2        2      a group of 2 query heads
+    query head     2h       2h + 1   2h       2h + 1   2h       2h + 1
+
+A row whose range is one item gets its result at once. The others leave partial states (peak, mass, acc), and a
+second kernel folds them in ascending order:
+
+    positions   0             F           F + 256     F + 512
+    parts       | 0: any span | 1: a span | 2: a span | ...        out = fold(fold(fold(0, 1), 2), ...) / mass
+
+Invariant (absolute spans): whatever the cuts, a row's result is state(span 0), then span 1 folded into it, then
+span 2, ... Only a part that starts at position 0 holds several spans: it folds them itself, in that order and with
+the same instructions. So tiles, splits and neighbours change nothing; only another `Shape` may.
+
+Sources: "The Anatomy of a Triton Attention Kernel" (arXiv 2511.11581) for packing a group and splitting by context
+length; FlashAttention-2 (arXiv 2307.08691); cascade inference (FlashInfer) for the merge.
+"""
+
+# mypy: allow-untyped-defs
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoapc.engine.attention_plan import SPAN, AttentionPlan
+
+ITEM_COLUMNS = 8
+"""row_start, num_rows, table, kv_start, kv_end, part (-1: the rows' only one), and two that keep items aligned."""
+
+NARROW_ROWS = 16
+"""Matrix rows of the narrow shape, the fewest that tensor cores take."""
+
+PROGRAMS_PER_SM = 8
+"""Ranges are split until this many programs of the longest part's length would fill the card."""
+
+
+class Shape(NamedTuple):
+    """rows x positions that a program works on at once, warps, and tiles of K and V that are in flight (+ 1)."""
+
+    rows: int
+    positions: int
+    warps: int
+    stages: int
+
+
+# (wide, bytes of an element, padded head size) -> shape on sm_80 (163 KiB of shared memory), on sm_90 (227 KiB).
+# Narrow (decode) is bound by reading K and V: few rows, two programs or more on a multiprocessor, their tiles of K
+# and V in flight. Wide (prefill, shared prefixes) is bound by the matrix unit: 128 rows use a tile of K 128 times; the
+# state is there twice (span and row), so a head of 256 has to halve the tile to stay in the registers.
+# Wide items of float32 are for checking, not for speed: small tiles, no spills.
+_SHAPES = {
+    (False, 2, 64): (Shape(NARROW_ROWS, 64, 4, 4), Shape(NARROW_ROWS, 64, 4, 4)),
+    (False, 2, 128): (Shape(NARROW_ROWS, 64, 4, 3), Shape(NARROW_ROWS, 64, 4, 3)),
+    (False, 2, 256): (Shape(NARROW_ROWS, 32, 4, 3), Shape(NARROW_ROWS, 32, 4, 3)),
+    (False, 4, 64): (Shape(NARROW_ROWS, 32, 4, 3), Shape(NARROW_ROWS, 32, 4, 3)),
+    (False, 4, 128): (Shape(NARROW_ROWS, 32, 4, 3), Shape(NARROW_ROWS, 32, 4, 3)),
+    (False, 4, 256): (Shape(NARROW_ROWS, 16, 4, 3), Shape(NARROW_ROWS, 16, 4, 3)),
+    (True, 2, 64): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 3)),
+    (True, 2, 128): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 3)),
+    (True, 2, 256): (Shape(64, 32, 8, 3), Shape(64, 64, 8, 2)),
+    (True, 4, 64): (Shape(64, 32, 8, 2), Shape(64, 32, 8, 2)),
+    (True, 4, 128): (Shape(64, 32, 8, 2), Shape(64, 32, 8, 2)),
+    (True, 4, 256): (Shape(32, 16, 8, 2), Shape(32, 16, 8, 2)),
+}
+
+
+def attention_shape(wide: bool, dtype: torch.dtype, head_dim: int, group: int, capability: int) -> Shape:
+    """The shape for a device of compute capability 8.0 (80) or 9.0 (90) and up; all heads of a group fit in."""
+    shape = _SHAPES[wide, dtype.itemsize, max(64, triton.next_power_of_2(head_dim))][capability >= 90]
+    return shape._replace(rows=max(shape.rows, triton.next_power_of_2(group)))
+
+
+# ---- what each program does (host) ----
+
+
+@dataclass(frozen=True)
+class AttentionWork:
+    """A plan cut into items, on the device, in places of fixed number so that a captured graph can replay.
+
+    buffer      int32: narrow items, wide items [.., ITEM_COLUMNS], first_part [rows + 1]; a row that is folded from
+                parts owns the parts first_part[row] ... first_part[row + 1] - 1
+    capacity    (narrow items, wide items, parts); the parts are the scratch memory's partial states of one head
+    cutting     (group, wide_rows, max_programs) of `cut_tiles`
+    """
+
+    buffer: Tensor
+    capacity: tuple[int, int, int]
+    cutting: tuple[int, int, float]
+
+    @classmethod
+    def build(
+        cls, plan: AttentionPlan, cutting: tuple[int, int, float], capacity: tuple[int, int, int] | None = None
+    ) -> AttentionWork:
+        """The work of a plan, with as many places as it takes or as `capacity` gives. ValueError: too few."""
+        cut = cut_tiles(plan.host_tiles, *cutting)
+        if capacity is None:
+            capacity = (len(cut[0]), len(cut[1]), int(cut[2][-1]))
+        num_items = (capacity[0] + capacity[1]) * ITEM_COLUMNS
+        buffer = torch.empty(num_items + len(plan.positions) + 1, dtype=torch.int32, device=plan.positions.device)
+        work = cls(buffer, capacity, cutting)
+        if not work.refill(plan.host_tiles):
+            raise ValueError(f"the plan needs more than {capacity} narrow items, wide items and parts: raise them")
+        return work
+
+    def refill(self, tiles: np.ndarray) -> bool:
+        """Takes in another plan of at most as many rows; False, and nothing has changed, where it does not fit."""
+        narrow, wide, first_part = cut_tiles(tiles, *self.cutting)
+        if any(np.array([len(narrow), len(wide), first_part[-1]]) > self.capacity):
+            return False
+        packed = np.zeros(len(self.buffer), np.int32)
+        views = np.split(packed, np.cumsum(self.capacity[:2]) * ITEM_COLUMNS)
+        views[0][: narrow.size], views[1][: wide.size] = narrow.ravel(), wide.ravel()
+        views[2][:] = first_part[-1]  # rows that this plan lacks have no parts
+        views[2][: len(first_part)] = first_part
+        self.buffer.copy_(torch.from_numpy(packed))
+        return True
+
+
+def cut_tiles(
+    tiles: np.ndarray, group: int, wide_rows: int, max_programs: float
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Tiles of a plan -> narrow items and wide items [n, ITEM_COLUMNS], longest first, and first_part [rows + 1].
+
+    A tile that fits the narrow shape and ends its rows (decode) continues what the tiles before it have left. Many
+    rows that end together (prefill) are bound by arithmetic and read all of their sequence's range in one go.
+
+    Args:
+        tiles: [num_tiles, 6] int32 sorted by level (`AttentionPlan.host_tiles`).
+        group: query heads for one KV head.
+        wide_rows: matrix rows of the wide shape.
+        max_programs: spans of the batch / this = spans of the longest part; changes no row's result.
+    """
+    row_start, count, table, start, end, _ = tiles.T.astype(np.int64)
+    row_end = row_start + count
+    num_rows = int(row_end.max())
+    spans = -(-(end - start) // SPAN)
+    tile_of = np.repeat(np.arange(len(tiles)), count)
+    row_of = np.arange(len(tile_of)) - np.repeat(np.cumsum(count) - count - row_start, count)
+    last = np.zeros(num_rows, np.int64)
+    last[row_of] = tile_of  # levels ascend: the deepest tile wins
+    is_last = last[row_start] == np.arange(len(tiles))
+    narrow = count <= max(1, NARROW_ROWS // group)
+    in_one_go = is_last & ~narrow
+    # A chain's first part: F spans, or what its first tile has.
+    rows_per_item = np.where(narrow, count, wide_rows // group)
+    groups = -(-count // rows_per_item)
+    longest = max(1, int((groups * spans)[~in_one_go].sum() // max_programs))
+    first = np.minimum(spans, longest)
+    first_of_row = np.zeros(num_rows, np.int64)
+    is_root = start == 0
+    roots = is_root[tile_of]
+    first_of_row[row_of[roots]] = first[tile_of[roots]]
+    num_parts = -(-end[last] // SPAN) - first_of_row + 1
+    num_parts[(num_parts == 1) & is_root[last] | in_one_go[last]] = 0
+    first_part = np.concatenate([[0], np.cumsum(num_parts)])
+    # Items: for each tile its parts, for each part its groups of rows.
+    first[in_one_go] = spans[in_one_go] = -(-end[in_one_go] // SPAN)
+    start[in_one_go], is_root[in_one_go] = 0, True
+    parts = np.where(is_root, spans - first + 1, spans)
+    of = np.repeat(np.arange(len(tiles)), parts * groups)
+    index = np.arange(len(of)) - np.repeat(np.cumsum(parts * groups) - parts * groups, parts * groups)
+    part, member = index // groups[of], index % groups[of]
+    row = row_start[of] + member * rows_per_item[of]
+    stop = np.minimum(row + rows_per_item[of], row_end[of])
+    at = np.where(is_root[of], np.where(part > 0, first[of] + part - 1, 0), start[of] // SPAN + part)
+    length = np.where(is_root[of] & (part == 0), first[of], 1)
+    until = np.minimum((at + length) * SPAN, end[of] - np.where(is_last[of], row_end[of] - stop, 0))
+    rank = np.where(is_root[of], part, at - first_of_row[row] + 1)
+    rank[in_one_go[of] | (num_parts[row] == 0) & is_last[of]] = -1
+    items = np.zeros((len(of), ITEM_COLUMNS), np.int32)
+    items[:, :6] = np.stack([row, stop - row, table[of], at * SPAN, until, rank], axis=1)
+    wanted = (rank < 0) | (first_part[stop] > first_part[row])
+    order = np.argsort(at * SPAN - until, kind="stable")
+    order = order[wanted[order]]
+    is_narrow = narrow[of[order]]
+    return items[order[is_narrow]], items[order[~is_narrow]], first_part.astype(np.int32)
+
+
+# ---- the kernels ----
+
+
+@triton.jit
+def _fold(peak, mass, acc, next_peak, next_mass, next_acc):
+    """A state with what follows folded in. fma, because of two products a compiler may pick either one to fuse."""
+    new_peak = tl.maximum(peak, next_peak)
+    top = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing seen yet: mass and acc stay 0
+    scale, next_scale = tl.exp2(peak - top), tl.exp2(next_peak - top)
+    mass = tl.fma(mass, scale, next_mass * next_scale)
+    acc = tl.fma(acc, tl.broadcast_to(scale[:, None], acc.shape), next_acc * next_scale[:, None])
+    return new_peak, mass, acc
+
+
+@triton.jit(do_not_specialize=["table_stride"])
+def attend_kernel(
+    q, kv, out,  # [T, H, D]; [NB, 2, Hkv, B, D], strided; [T, H, D]
+    part_acc, part_sums,  # [parts, H, D] and [parts, H, 2] float32
+    items, first_part, positions,  # [grid 0, 8] int32; [T + 1] int32; [T] int64
+    tables, table_stride,  # [num_tables, table_stride] int32
+    block_stride, value_stride, head_stride,  # of kv
+    scale,  # of the scores, times log2(e)
+    GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, SPAN: tl.constexpr,
+    ROWS: tl.constexpr, POSITIONS: tl.constexpr, PADDED_DIM: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One item (program axis 0) for one KV head (axis 1)."""
+    item = items + tl.program_id(0) * 8
+    num_rows = tl.load(item + 1)
+    if num_rows == 0:  # a place that this step does not use
+        return
+    row_start, table, kv_start = tl.load(item), tl.load(item + 2), tl.load(item + 3)
+    kv_end, part = tl.load(item + 4), tl.load(item + 5)
+    kv_head = tl.program_id(1)
+    num_heads = tl.num_programs(1) * GROUP
+    matrix_row, column, dim = tl.arange(0, ROWS), tl.arange(0, POSITIONS), tl.arange(0, PADDED_DIM)
+    is_row, is_dim = matrix_row < num_rows * GROUP, dim < HEAD_DIM
+    place = matrix_row // GROUP * num_heads + kv_head * GROUP + matrix_row % GROUP  # (row - row_start, head)
+    first_place = row_start.to(tl.int64) * num_heads * HEAD_DIM
+    mask = is_row[:, None] & is_dim[None, :]
+    queries = tl.load(q + first_place + (place[:, None] * HEAD_DIM + dim[None, :]), mask=mask, other=0.0)
+    position = tl.load(positions + row_start + matrix_row // GROUP, mask=is_row, other=0).to(tl.int32)
+    first_position = tl.load(positions + row_start).to(tl.int32)
+    block_table = tables + table.to(tl.int64) * table_stride
+    keys = kv + kv_head * head_stride
+
+    peak = tl.full([ROWS], float("-inf"), tl.float32)  # of the row
+    mass = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+    span_peak, span_mass, span_acc = peak, mass, acc  # of the span that is being read
+    # Block ids are loaded a turn ahead: an address that waits for a load of its own turn would not be prefetched.
+    kv_position = kv_start + column
+    block = tl.load(block_table + kv_position // BLOCK_SIZE, mask=kv_position < kv_end, other=0)
+    for at in tl.range(kv_start, kv_end, POSITIONS):
+        kv_position = at + column
+        slot = block.to(tl.int64) * block_stride + (kv_position % BLOCK_SIZE) * HEAD_DIM
+        following = kv_position + POSITIONS
+        block = tl.load(block_table + following // BLOCK_SIZE, mask=following < kv_end, other=0)
+        here = keys + slot[:, None] + dim[None, :]
+        k = tl.load(here, mask=is_dim[None, :], other=0.0)  # what lies past the end gets no weight below
+        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
+        if at + POSITIONS > first_position + 1:
+            scores = tl.where(kv_position[None, :] <= position[:, None], scores, float("-inf"))
+        if at % SPAN == 0:
+            peak, mass, acc = _fold(peak, mass, acc, span_peak, span_mass, span_acc)
+            span_peak = tl.full([ROWS], float("-inf"), tl.float32)
+            span_mass = tl.zeros([ROWS], tl.float32)
+            span_acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
+        new_peak = tl.maximum(span_peak, tl.max(scores, 1))
+        top = tl.where(new_peak == float("-inf"), 0.0, new_peak)
+        weights = tl.exp2(scores - top[:, None])
+        rescale = tl.exp2(span_peak - top)
+        span_mass = span_mass * rescale + tl.sum(weights, 1)
+        readable = (kv_position < kv_end)[:, None] & is_dim[None, :]
+        v = tl.load(here + value_stride, mask=readable, other=0.0)  # weight 0 * NaN would be NaN
+        span_acc = tl.dot(weights.to(v.dtype), v, span_acc * rescale[:, None], input_precision=PRECISION)
+        span_peak = new_peak
+    peak, mass, acc = _fold(peak, mass, acc, span_peak, span_mass, span_acc)
+
+    if part < 0:
+        result = (acc / mass[:, None]).to(out.dtype.element_ty)
+        tl.store(out + first_place + (place[:, None] * HEAD_DIM + dim[None, :]), result, mask=mask)
+    else:
+        row = row_start + matrix_row // GROUP
+        first = tl.load(first_part + row, mask=is_row, other=0)
+        is_row &= tl.load(first_part + row + 1, mask=is_row, other=0) > first  # others get their result elsewhere
+        part_place = (first + part).to(tl.int64) * num_heads + kv_head * GROUP + matrix_row % GROUP
+        tl.store(part_acc + part_place[:, None] * HEAD_DIM + dim[None, :], acc, mask=is_row[:, None] & is_dim[None, :])
+        tl.store(part_sums + 2 * part_place, peak, mask=is_row)
+        tl.store(part_sums + 2 * part_place + 1, mass, mask=is_row)
+
+
+@triton.jit
+def merge_kernel(out, part_acc, part_sums, first_part, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Folds the parts of one row (program axis 0) and head (axis 1); rows without parts have their result."""
+    row, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    first, end = tl.load(first_part + row).to(tl.int64), tl.load(first_part + row + 1).to(tl.int64)
+    if first == end:
+        return
+    dim = tl.arange(0, PADDED_DIM)
+    one = tl.arange(0, 1)
+    peak = tl.full([1], float("-inf"), tl.float32)
+    mass = tl.zeros([1], tl.float32)
+    acc = tl.zeros([1, PADDED_DIM], tl.float32)
+    for part in tl.range(first, end):
+        place = part * num_heads + head + one
+        part_peak, part_mass = tl.load(part_sums + 2 * place), tl.load(part_sums + 2 * place + 1)
+        values = tl.load(part_acc + place[:, None] * HEAD_DIM + dim[None, :], mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        peak, mass, acc = _fold(peak, mass, acc, part_peak, part_mass, values)
+    place = row * num_heads + head + one
+    result = (acc / mass[:, None]).to(out.dtype.element_ty)
+    tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], result, mask=(dim < HEAD_DIM)[None, :])
+
+
+def launch_attention(
+    q: Tensor,
+    kv_cache: Tensor,
+    plan: AttentionPlan,
+    work: AttentionWork,
+    scale: float,
+    shapes: tuple[Shape, Shape],
+) -> Tensor:
+    """q [T, H, D], kv_cache [NB, 2, Hkv, B, D] -> [T, H, D]; shapes for narrow and for wide items."""
+    num_rows, num_heads, head_dim = q.shape
+    num_kv_heads, block_size = kv_cache.shape[2:4]
+    padded = max(16, triton.next_power_of_2(head_dim))
+    out = torch.empty_like(q)
+    num_narrow, num_wide, num_parts = work.capacity
+    sizes = [num_narrow * ITEM_COLUMNS, num_wide * ITEM_COLUMNS]
+    narrow, wide, first_part = work.buffer.split([*sizes, len(work.buffer) - sum(sizes)])
+    part_acc = q.new_empty((num_parts, num_heads, head_dim), dtype=torch.float32)
+    part_sums = q.new_empty((num_parts, num_heads, 2), dtype=torch.float32)
+    for items, num_items, shape in ((narrow, num_narrow, shapes[0]), (wide, num_wide, shapes[1])):
+        if num_items:
+            attend_kernel[num_items, num_kv_heads](
+                *(q, kv_cache, out, part_acc, part_sums, items, first_part, plan.positions, plan.block_tables),
+                plan.block_tables.stride(0),
+                *kv_cache.stride()[:3],
+                scale * 1.4426950408889634,
+                GROUP=num_heads // num_kv_heads,
+                HEAD_DIM=head_dim,
+                BLOCK_SIZE=block_size,
+                SPAN=SPAN,
+                ROWS=shape.rows,
+                POSITIONS=shape.positions,
+                PADDED_DIM=padded,
+                PRECISION="ieee" if q.dtype is torch.float32 else None,
+                num_warps=shape.warps,
+                num_stages=shape.stages,
+            )
+    if num_parts:
+        merge_kernel[num_rows, num_heads](
+            out, part_acc, part_sums, first_part, HEAD_DIM=head_dim, PADDED_DIM=padded, num_warps=1
+        )
+    return out

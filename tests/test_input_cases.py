@@ -1,0 +1,215 @@
+"""Field cases of input (IN-*): lengths, empty prompts, bad ids, BOS, order.
+
+What is refused is refused before anything runs, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from conftest import MakeLLM
+from llm_helpers import assert_idle, bos_tokenizer, greedy, observe, run, token_ids
+from tiny_models import random_ids, tiny_tokenizer
+
+from nanoapc import LLM, SamplingParams
+
+
+class TestTooLong:
+    """IN-01, IN-02, IN-03."""
+
+    @pytest.mark.parametrize("place", [0, 1, 2])
+    @pytest.mark.parametrize("length", [64, 65, 5000])
+    def test_one_prompt_over_the_limit_is_named_before_anything_runs(
+        self, length: int, place: int, make_llm: MakeLLM
+    ) -> None:
+        llm = make_llm(max_model_len=64)
+        log = observe(llm)
+        prompts = [random_ids(5, 1), random_ids(6, 2)]
+        prompts.insert(place, random_ids(length))
+        with pytest.raises(ValueError, match=f"prompt {place} has {length} tokens") as error:
+            run(llm, prompts)
+        assert "max_model_len=64 allows 63; shorten it or raise max_model_len" in str(error.value)
+        assert not log.steps
+        assert_idle(llm)
+
+    @pytest.mark.parametrize("scoring", [{}, {"prompt_logprobs": 1}])
+    @pytest.mark.parametrize("max_tokens", [1, 4])
+    def test_prompts_at_the_limit(self, max_tokens: int, scoring: dict[str, int], make_llm: MakeLLM) -> None:
+        llm = make_llm(max_model_len=32)
+        params = greedy(max_tokens, **scoring)
+        for length, count in ((28, 4), (29, 3), (30, 2), (31, 1)):
+            (output,) = run(llm, [random_ids(length)], params)
+            assert len(output.outputs[0].token_ids) == min(count, max_tokens)
+            assert output.outputs[0].finish_reason == "length"
+            assert len(output.prompt_logprobs or []) == (length if scoring else 0)
+        for length in (32, 33):  # no room for one token: refused on every path
+            with pytest.raises(ValueError, match=f"prompt 0 has {length} tokens"):
+                run(llm, [random_ids(length)], params)
+            with pytest.raises(ValueError, match=f"prompt 0 has {length} tokens"):
+                next(llm.stream([random_ids(length)], params))
+            with pytest.raises(ValueError, match=f"prompt 0 has {length} tokens"):
+                llm.add_request(random_ids(length), params)
+
+    def test_text_and_chat_over_the_limit_are_refused_alike(self, make_llm: MakeLLM) -> None:
+        llm, text = make_llm(max_model_len=32), "the quick brown fox " * 9
+        length = len(tiny_tokenizer()(text)["input_ids"])
+        with pytest.raises(ValueError, match=f"prompt 1 has {length} tokens"):
+            run(llm, ["short", text])
+        with pytest.raises(ValueError, match=r"prompt 1 has \d+ tokens"):
+            llm.chat([[{"role": "u", "content": "a"}], [{"role": "user", "content": text}]], greedy(), use_tqdm=False)
+
+    def test_after_an_error_the_engine_is_as_new(self, make_llm: MakeLLM) -> None:
+        prompts = [random_ids(1 + i, i) for i in range(20)]
+        params = [greedy(1 + i % 7) for i in range(20)]
+        fresh = [token_ids(run(make_llm(max_model_len=32), [random_ids(5)])), None]
+        fresh[1] = token_ids(run(make_llm(max_model_len=32), prompts, params))
+        llm = make_llm(max_model_len=32)
+        for bad in (random_ids(33), [], [999]):
+            with pytest.raises(ValueError):
+                run(llm, [random_ids(5), bad])
+            assert_idle(llm)
+            assert llm.prefix_cache_stats()["cached_blocks"] == 0
+        assert [token_ids(run(llm, [random_ids(5)])), token_ids(run(llm, prompts, params))] == fresh
+
+
+class TestEmpty:
+    """IN-04."""
+
+    def test_no_prompts_give_no_outputs(self, make_llm: MakeLLM) -> None:
+        llm = make_llm()
+        assert run(llm, []) == llm.generate((), [], use_tqdm=False) == list(llm.stream(iter(()))) == []
+
+    @pytest.mark.parametrize("empty", ["", [], np.array([], int), {"prompt": ""}, {"prompt_token_ids": []}])
+    def test_a_prompt_without_tokens_is_named(self, empty: Any, make_llm: MakeLLM) -> None:
+        llm = make_llm()
+        with pytest.raises(ValueError, match=r"prompt 1 is empty \(no token ids\); give it at least one token"):
+            run(llm, ["a", empty, "b"])
+        with pytest.raises(ValueError, match="prompt 0 is empty"):
+            llm.add_request(empty)
+        assert_idle(llm)
+        assert len(run(llm, ["a", "b"])) == 2
+
+    @pytest.mark.parametrize("text", [" ", "\n", "\t \r\n", "\u3000"])
+    def test_whitespace_is_a_prompt(self, text: str, make_llm: MakeLLM) -> None:
+        (output,) = run(make_llm(), [text])
+        assert tiny_tokenizer().decode(output.prompt_token_ids) == text and len(output.outputs[0].token_ids) == 6
+
+    def test_with_a_bos_the_empty_text_runs(self, tmp_path: Path, make_llm: MakeLLM) -> None:
+        llm = make_llm(tokenizer=str(bos_tokenizer(tmp_path)))
+        outputs = run(llm, ["", "a"])
+        assert outputs[0].prompt_token_ids == [0] and outputs[1].prompt_token_ids[0] == 0
+        with pytest.raises(ValueError, match="prompt 0 is empty"):
+            run(llm, [[]])
+
+
+class TestMaxTokens:
+    """IN-05."""
+
+    @pytest.mark.parametrize("value", [0, -1, 1.5, "5", True])
+    def test_impossible_values_are_refused(self, value: Any) -> None:
+        with pytest.raises(ValueError, match=f"max_tokens={value!r} is not possible; allowed: an integer, at least 1"):
+            SamplingParams(max_tokens=value)
+
+    @pytest.mark.parametrize("length", [1, 3, 4, 5, 8])
+    def test_one_token_is_one_token(self, length: int, make_llm: MakeLLM, cache_off: LLM) -> None:
+        llm, prompt = make_llm(), random_ids(length)
+        for _ in range(2):
+            (output,) = run(llm, [prompt], max_tokens=1)
+            assert token_ids([output]) == token_ids(run(cache_off, [prompt], max_tokens=1))
+            assert len(output.outputs[0].token_ids) == 1 and output.outputs[0].finish_reason == "length"
+
+    @pytest.mark.parametrize("value", [None, 10**9, 60])
+    def test_more_than_fits_is_cut_to_what_fits(self, value: Any, make_llm: MakeLLM) -> None:
+        (output,) = run(make_llm(max_model_len=64), [random_ids(9)], SamplingParams(max_tokens=value, ignore_eos=True))
+        assert len(output.outputs[0].token_ids) == 64 - 9 and output.outputs[0].finish_reason == "length"
+
+    def test_min_tokens_does_not_outlast_the_room(self, make_llm: MakeLLM) -> None:
+        params = SamplingParams(temperature=0, max_tokens=None, min_tokens=500)
+        (output,) = run(make_llm(max_model_len=32), [random_ids(9)], params)
+        assert len(output.outputs[0].token_ids) == 23 and output.outputs[0].finish_reason == "length"
+
+
+class TestTokenIds:
+    """IN-07. The limit is the embedding's size: ids of a padded vocabulary may be fed, but are never emitted."""
+
+    @pytest.mark.parametrize("bad", [320, -1, -320, 2**31, 2**63, 2**64, np.int64(320), np.uint64(2**63)])
+    def test_ids_outside_the_vocabulary_are_named(self, bad: Any, make_llm: MakeLLM) -> None:
+        llm = make_llm()
+        with pytest.raises(
+            ValueError, match=rf"prompt 1 has the token id {bad}, outside the model's vocabulary 0\.\.319"
+        ):
+            run(llm, [[5], [7, bad, 9], [400]])
+        assert_idle(llm)
+
+    @pytest.mark.parametrize("bad", [3.0, True, None, "5", np.float32(3), np.bool_(True), [5]])
+    def test_what_is_no_whole_number_is_named(self, bad: Any, make_llm: MakeLLM) -> None:
+        with pytest.raises(ValueError, match=f"prompt 1 has a token id .* of type {type(bad).__name__}"):
+            run(make_llm(), [[5], [7, bad, 9]])
+        with pytest.raises(ValueError, match=r"prompt 0 has a token id"):
+            run(make_llm(), [[bad, 7]])
+
+    def test_whole_numbers_of_numpy_are_accepted(self, make_llm: MakeLLM) -> None:
+        llm, ids = make_llm(), [0, 5, 319]
+        kinds = (np.int64, np.int32, np.uint8, np.uint16, np.uint64)
+        prompts: list[Any] = [[kind(x % 256) for x in ids] for kind in kinds]
+        assert len({tuple(ids) for ids in token_ids(run(llm, prompts))}) == 1
+        assert run(llm, [[np.int64(319)]])[0].prompt_token_ids == [319]
+
+    @pytest.mark.parametrize("container", [np.array([1.0, 2.0]), np.array([True, False]), np.array([[1, 2]])])
+    def test_arrays_of_other_types_or_shapes_are_refused(self, container: Any, make_llm: MakeLLM) -> None:
+        with pytest.raises(ValueError, match=r"prompt 1 has a token id .* of type (float|bool|list)"):
+            run(make_llm(), [[5], container])
+
+
+class TestBos:
+    """IN-08: one BOS, and prompt_token_ids show what ran."""
+
+    def test_chat_has_one_bos_and_rendered_templates_have_two(self, tmp_path: Path, make_llm: MakeLLM) -> None:
+        llm = make_llm(tokenizer=str(bos_tokenizer(tmp_path)))
+        tokenizer, messages = llm.get_tokenizer(), [{"role": "user", "content": "fox"}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert text.startswith("<|endoftext|><|im_start|>")
+        (chat,) = llm.chat(messages, greedy(), use_tqdm=False)
+        assert chat.prompt_token_ids.count(0) == 1 and chat.prompt_token_ids[0] == 0
+        # generate(text) follows the tokenizer, so a rendered template gets a second one (the docs warn) ...
+        (rendered,) = run(llm, [text])
+        assert rendered.prompt_token_ids == [0, *chat.prompt_token_ids]
+        # ... and ids are run as they are.
+        (ids,) = run(llm, [chat.prompt_token_ids])
+        assert ids.prompt_token_ids == chat.prompt_token_ids and token_ids([ids]) == token_ids([chat])
+        assert run(llm, ["fox"])[0].prompt_token_ids.count(0) == 1
+
+    def test_a_template_without_bos_gets_none(self, make_llm: MakeLLM) -> None:
+        (output,) = make_llm().chat([{"role": "user", "content": "fox"}], greedy(), use_tqdm=False)
+        assert 0 not in output.prompt_token_ids
+
+
+class TestOrder:
+    """IN-09."""
+
+    @pytest.mark.parametrize("policy", ["prefix", "fcfs"])
+    def test_outputs_stand_in_the_order_of_the_prompts(self, policy: str, make_llm: MakeLLM, cache_off: LLM) -> None:
+        llm = make_llm(schedule_policy=policy, max_num_seqs=3)
+        log = observe(llm)
+        first = [random_ids(3 + i % 3, 20 - i) for i in range(10)]
+        second = [[*prompt, 5] for prompt in first[::-1]]
+        calls = [(first, [10 - i for i in range(10)]), (second, [1 + i for i in range(10)]), ([first[3]] * 5, [4] * 5)]
+        request_ids: set[str] = set()
+        for prompts, counts in calls:
+            params = [greedy(count) for count in counts]
+            outputs = run(llm, prompts, params)
+            assert [output.prompt_token_ids for output in outputs] == prompts
+            assert [output.index for output in outputs] == list(range(len(prompts)))
+            assert [len(ids) for ids in token_ids(outputs)] == counts
+            assert token_ids(outputs) == token_ids(run(cache_off, prompts, params))
+            request_ids |= {output.request_id for output in outputs}
+        assert len(request_ids) == 25
+        started = [next(i for i, step in enumerate(log.steps) if seq_id in step.counts) for seq_id in range(10)]
+        assert (started == sorted(started)) == (policy == "fcfs")  # under "prefix" they ran in another order
+
+    def test_equal_texts_keep_their_own_params(self, make_llm: MakeLLM) -> None:
+        outputs = run(make_llm(), ["the lazy dog"] * 5, [greedy(1 + i) for i in range(5)])
+        assert [len(ids) for ids in token_ids(outputs)] == [1, 2, 3, 4, 5]
