@@ -2,8 +2,8 @@
 
     python examples/01_one_prompt.py
 
-A prompt becomes tokens, and tokens lie in blocks of 16. A full block gets a key, made of its tokens and the key of the block
-before it, and can be found under that key from then on - also after its request has ended.
+A prompt becomes tokens, and tokens lie in blocks of 16. A full block gets a key, made of its tokens and the key of the
+block before it, and can be found under that key from then on - also after its request has ended.
 """
 
 from __future__ import annotations

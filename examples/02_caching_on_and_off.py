@@ -51,7 +51,9 @@ def main(argv: list[str] | None = None) -> None:
                 answers.append(output.outputs[0].token_ids)
             if enabled:
                 metrics = llm.metrics()
-                print(f"\nsaved: {metrics.flops_saved / 1e9:.1f} GFLOP, {metrics.kv_bytes_saved / 2**20:.1f} MiB of K/V")
+                print(
+                    f"\nsaved: {metrics.flops_saved / 1e9:.1f} GFLOP, {metrics.kv_bytes_saved / 2**20:.1f} MiB of K/V"
+                )
     print("the answers are the same, token for token:", answers[:2] == answers[2:])
 
 

@@ -2,9 +2,9 @@
 
     python examples/03_many_questions.py
 
-Within one call it does not matter who comes first: a block can be shared from the moment that it is going to be filled, so
-all questions run in one step with the first one's document. And while they are answered together, attention reads the
-document's K/V once for all of them.
+Within one call it does not matter who comes first: a block can be shared from the moment that it is going to be filled,
+so all questions run in one step with the first one's document. And while they are answered together, attention reads
+the document's K/V once for all of them.
 """
 
 from __future__ import annotations

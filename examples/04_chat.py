@@ -1,4 +1,4 @@
-"""Lesson 4: a chat of several turns. Each turn finds the whole conversation before it, the model's own answers included.
+"""Lesson 4: a chat of several turns. Each finds the whole conversation before it, the model's own answers included.
 
     python examples/04_chat.py
 

@@ -31,7 +31,8 @@ def main(argv: list[str] | None = None) -> None:
             start = time.perf_counter()
             (output,) = llm.generate({"prompt": SECRET, "cache_salt": salt}, params, use_tqdm=False)
             milliseconds = (time.perf_counter() - start) * 1e3
-            print(f"  {who} asks: {milliseconds:6.1f} ms, {output.num_cached_tokens} of {len(output.prompt_token_ids)} cached")
+            cached, total = output.num_cached_tokens, len(output.prompt_token_ids)
+            print(f"  {who} asks: {milliseconds:6.1f} ms, {cached} of {total} cached")
 
         llm.generate("Warm up.", params, use_tqdm=False)
         print("without salts, Mallory's guess is answered fast, so somebody has asked this before:")

@@ -28,8 +28,8 @@ def measure(name: str, model: str, prompts: list[Any], params: SamplingParams, *
         llm.generate(prompts, params, use_tqdm=False)
         seconds, metrics = time.perf_counter() - start, llm.metrics()
         print(
-            f"  {name:34} {seconds:5.2f} s  hit rate {metrics.hit_rate:5.1%}  computed {metrics.computed_prompt_tokens:6} "
-            f"prompt tokens  copied {metrics.copied_tokens:5}  evicted {metrics.evictions:4} blocks"
+            f"  {name:24} {seconds:6.2f} s, hit rate {metrics.hit_rate:6.1%}, "
+            f"computed {metrics.computed_prompt_tokens:6} prompt tokens, evicted {metrics.evictions:4} blocks"
         )
 
 
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--model", default=str(EMBEDDED), help="a directory or a Hugging Face hub name")
     parser.add_argument("--documents", type=int, default=6)
     parser.add_argument("--questions", type=int, default=5, help="about each document")
-    parser.add_argument("--tokens", type=int, default=400, help="of a document")
+    parser.add_argument("--tokens", type=int, default=320, help="of a document")
     args = parser.parse_args(argv)
     rng = random.Random(0)
     params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)

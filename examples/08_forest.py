@@ -2,8 +2,8 @@
 
     python examples/08_forest.py
 
-Prompts form trees: one system prompt, under it a few documents, under each its questions. Prefix caching saves the prefill
-of what is shared. Decode steps have to read the K/V of all that came before, again for each token; with
+Prompts form trees: one system prompt, under it a few documents, under each its questions. Prefix caching saves the
+prefill of what is shared. Decode steps have to read the K/V of all that came before, again for each token; with
 forest attention a shared part is read once for all who share it, so a step costs what the UNIQUE tokens cost.
 """
 
@@ -55,12 +55,14 @@ def main(argv: list[str] | None = None) -> None:
         with tempfile.TemporaryDirectory() as folder:
             trace = f"{folder}/run.jsonl"
             with LLM(args.model, enable_forest_attention=enabled, trace=trace) as llm:
-                results.append([output.outputs[0].token_ids for output in llm.generate(prompts, params, use_tqdm=False)])
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                results.append([output.outputs[0].token_ids for output in outputs])
                 decode = llm.metrics().steps["decode"]
                 last = read_trace(trace).lines[-1]
                 print(
-                    f"forest attention {'on ' if enabled else 'off'}: {decode.seconds / decode.steps * 1e3:6.2f} ms a decode "
-                    f"step, attention reads {last['read']:6} KV positions in {last['tiles']} tiles, {last['shared']} shared"
+                    f"forest attention {'on ' if enabled else 'off'}: "
+                    f"{decode.seconds / decode.steps * 1e3:6.2f} ms a decode step, attention reads "
+                    f"{last['read']:6} KV positions in {last['tiles']} tiles, {last['shared']} shared"
                 )
                 if enabled:
                     picture = list(draw(llm.engine.manager.pool.root))

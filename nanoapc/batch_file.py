@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import tee
 from pathlib import Path
@@ -27,6 +26,7 @@ from tqdm import tqdm
 from nanoapc.batch_format import RequestLine, RequestReader, encode_line, error_line, result_line
 from nanoapc.batch_journal import Journal
 from nanoapc.batch_plan import Plan, count_forest
+from nanoapc.batch_report import BatchSummary, DryRun
 from nanoapc.config import EngineConfig
 from nanoapc.engine.engine import load_tokenizer, resolve_max_model_len
 from nanoapc.inputs import InputProcessor
@@ -57,55 +57,6 @@ class StoppedBySignal(KeyboardInterrupt):
         self.signum = signum
 
 
-@dataclass
-class BatchSummary:
-    """What stands in the results, and what this run did for it.
-
-    total, done, failed: lines of the input, with an answer, with an error. resumed: had their result before this run.
-    changed: of these, ask for something else now (the old result stays). foreign: results of no line of the input.
-    prompt_tokens, cached_tokens, output_tokens, seconds: of this run. Cached prompt tokens were saved, the others
-    computed.
-    """
-
-    total: int = 0
-    done: int = 0
-    failed: int = 0
-    resumed: int = 0
-    changed: int = 0
-    foreign: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    seconds: float = 0.0
-
-    @property
-    def exit_code(self) -> int:
-        """0: every line has an answer to what it asks. 1: not so."""
-        return int(self.done != self.total or self.changed > 0)
-
-    def count(self, result: Mapping[str, Any]) -> None:
-        """One more result of this run."""
-        self.done += result["error"] is None
-        self.failed += result["error"] is not None
-        if usage := result["response"]["body"].get("usage"):
-            self.prompt_tokens += usage["prompt_tokens"]
-            self.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
-            self.output_tokens += usage["completion_tokens"]
-
-    def rates(self) -> str:
-        """Tokens a second and hit rate."""
-        seconds = max(self.seconds, 1e-9)
-        computed, hit_rate = self.prompt_tokens - self.cached_tokens, self.cached_tokens / max(self.prompt_tokens, 1)
-        prompt, output = f"prompt {computed / seconds:.0f} tok/s", f"output {self.output_tokens / seconds:.0f} tok/s"
-        return f"{prompt}, {output}, hit rate {hit_rate:.1%}"
-
-    def __str__(self) -> str:
-        resumed = f" ({self.resumed} before this run)" if self.resumed else ""
-        lines = f"{self.done} of {self.total} lines answered, {self.failed} failed{resumed}"
-        saved = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens saved"
-        return f"{lines}; {self.seconds:.1f} s, {self.rates()}, {saved}"
-
-
 def run_batch(
     input_path: str | os.PathLike[str],
     output_path: str | os.PathLike[str],
@@ -130,7 +81,7 @@ def run_batch(
         ray_workers: run on so many workers of a Ray cluster (see `nanoapc.ray`).
 
     Raises:
-        ValueError, OSError: nothing could start; the message says why.
+        ValueError, OSError: nothing could start; the message says why. (sqlite3.Error: no room for temporary files.)
         BatchStopped: an error ended it half way. StoppedBySignal (a KeyboardInterrupt): a signal did.
         After these two everything finished is in the output, and the same call goes on from there.
     """
@@ -256,10 +207,8 @@ def _resume(plan: Plan, journals: Sequence[Journal]) -> BatchSummary:
     if summary.foreign:
         logger.warning("%d results in the output belong to no line of the input; they stay", summary.foreign)
     if changed:
-        what = (
-            "lines ask for something else than when they were answered; their old results stay unless you remove them"
-        )
-        logger.warning("%d %s: %s", summary.changed, what, ", ".join(changed))
+        what = "lines ask for something else than when they were answered; their old results stay"
+        logger.warning("%d %s until you remove them: %s", summary.changed, what, ", ".join(changed))
     return summary
 
 
@@ -303,11 +252,9 @@ class _Writer:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._bar.close()
         if isinstance(error, Exception):
-            num_finished = self._summary.done + self._summary.failed
-            finished = (
-                f"{num_finished} of {self._summary.total} lines are finished; the same command goes on from there"
-            )
-            raise BatchStopped(f"{type(error).__name__}: {error}. {finished}") from error
+            finished = f"{self._summary.done + self._summary.failed} of {self._summary.total} lines are finished"
+            message = f"{type(error).__name__}: {error}. {finished}; the same command goes on from there"
+            raise BatchStopped(message) from error
 
 
 class _Signals:
@@ -349,28 +296,6 @@ class _Signals:
 
 
 # -- without a model -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class DryRun:
-    """What a file would ask of the engine.
-
-    total, failed: lines, and those that would get an error line. errors: the first of these.
-    prompt_tokens: of the good lines. unique_tokens: nodes of their prefix forest. hit_tokens: what an endless prefix
-    cache would find.
-    """
-
-    total: int = 0
-    failed: int = 0
-    errors: list[str] = field(default_factory=list)
-    prompt_tokens: int = 0
-    unique_tokens: int = 0
-    hit_tokens: int = 0
-
-    def __str__(self) -> str:
-        tokens = f"{self.prompt_tokens} prompt tokens, {self.unique_tokens} of them unique"
-        hit_rate = self.hit_tokens / max(self.prompt_tokens, 1)
-        return f"{self.total} lines, {self.failed} with errors; {tokens}; planned hit rate {hit_rate:.1%}"
 
 
 def dry_run(

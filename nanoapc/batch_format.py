@@ -74,8 +74,8 @@ class LineError(ValueError):
 class RequestLine:
     """A line of the input. `parse_line` makes it; `RequestReader.read` adds prompt and params, or the error.
 
-    number: from 1, blank lines counted. custom_id: None if it has none that can be used. digest: of what is asked
-    (without a custom_id: of number and line). prompt: what `LLM.stream` takes.
+    number: from 1, blank lines counted. custom_id: None if it has none that can be used. digest: of what is
+    asked (without a custom_id: of number and line). prompt: what `LLM.stream` takes.
     """
 
     number: int
@@ -99,7 +99,7 @@ def parse_line(number: int, data: bytes) -> RequestLine:
                 f"line {number} has custom_id {_short(custom_id)}; it must be a non-empty text", "custom_id"
             )
         line.custom_id = custom_id
-        asked = [fields.get(name) for name in ("method", "url", "body")]
+        asked = [fields.get(name) for name in ("custom_id", "method", "url", "body")]
         line.digest = _digest(json.dumps(asked, sort_keys=True).encode())
         _check_envelope(fields)
         line.url = fields["url"]

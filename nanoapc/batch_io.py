@@ -6,23 +6,20 @@ Invariant: an input is a seekable file of plain bytes when it leaves here; what 
 from __future__ import annotations
 
 import codecs
-import gzip
 import os
 import shutil
 import stat
 import sys
 import tempfile
+import zlib
+from collections.abc import Callable
+from functools import partial
 from typing import IO, Any
 
-GZIP_MAGIC, ZSTD_MAGIC = b"\x1f\x8b", b"\x28\xb5\x2f\xfd"
-SUFFIXES = (".gz", ".zst")
-COPY_BYTES = 2**20
-ENCODINGS = (
-    (codecs.BOM_UTF32_LE, "UTF-32"),
-    (codecs.BOM_UTF32_BE, "UTF-32"),
-    (codecs.BOM_UTF16_LE, "UTF-16"),
-    (codecs.BOM_UTF16_BE, "UTF-16"),
-)
+MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
+"""Names of compressed files, and how these begin."""
+CHUNK_BYTES = 2**16
+ENCODINGS = ("UTF-32-LE", "UTF-32-BE", "UTF-16-LE", "UTF-16-BE")
 
 
 def open_input(path: str) -> IO[bytes]:
@@ -31,51 +28,71 @@ def open_input(path: str) -> IO[bytes]:
     Gzip and zstd are known by their first bytes. What cannot be read at any place is copied to a temporary file.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is damaged, or a library for zstd is missing.
+        OSError: it cannot be read. ValueError: it is damaged, of another encoding, or needs a library for zstd.
     """
     file: IO[bytes] = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
     if path == "-" or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file = _copy(file, path)
-    magic = os.pread(file.fileno(), 4, 0)
-    if not magic.startswith((GZIP_MAGIC, ZSTD_MAGIC)):
-        return file
-    with file:
-        return _copy(open_compressed(file, "rb", ".gz" if magic.startswith(GZIP_MAGIC) else ".zst"), path)
+        file = _copied(partial(shutil.copyfileobj, file))
+    begin = os.pread(file.fileno(), 4, 0)
+    for suffix, magic in MAGIC.items():
+        if begin.startswith(magic):
+            with file:
+                file = _copied(partial(decompress, file, suffix=suffix, name=path))
+    _check_encoding(os.pread(file.fileno(), 4, 0), path)
+    return file
 
 
-def _copy(source: IO[bytes], path: str) -> IO[bytes]:
-    copy = tempfile.TemporaryFile()  # noqa: SIM115
+def _copied(copy_to: Callable[[IO[bytes]], None]) -> IO[bytes]:
+    file = tempfile.TemporaryFile()  # noqa: SIM115
+    copy_to(file)
+    file.seek(0)
+    return file
+
+
+def _check_encoding(begin: bytes, path: str) -> None:
+    for name in ENCODINGS:
+        mark = getattr(codecs, "BOM_" + name.replace("-", "_").replace("UTF_", "UTF"))
+        if begin.startswith(mark) and b"\0" in begin:
+            raise ValueError(f"{path} is {name[:6]} text; convert it first, for example: iconv -f {name[:6]} -t UTF-8")
+
+
+def decompress(source: IO[bytes], target: IO[bytes], suffix: str, name: str) -> None:
+    """Unpacks all members (frames) of a file; ValueError, with its name, if it is damaged or cut off."""
+    make = _codec(suffix)[1]
+    unpacker: Any = None
     try:
-        shutil.copyfileobj(source, copy, COPY_BYTES)
-    except Exception as error:  # gzip, zlib and zstd have errors of their own
-        copy.close()
-        raise ValueError(f"{path} cannot be read to its end: {error}") from error
-    copy.seek(0)
-    return copy
+        while data := source.read(CHUNK_BYTES):
+            while data:
+                unpacker = unpacker or make()
+                target.write(unpacker.decompress(data))
+                data, unpacker = (unpacker.unused_data.lstrip(b"\0"), None) if unpacker.eof else (b"", unpacker)
+    except Exception as error:  # each library has errors of its own
+        raise ValueError(f"{name} is damaged: {error}") from error
+    if unpacker is not None:
+        raise ValueError(f"{name} is cut off")
 
 
-def open_compressed(file: IO[bytes], mode: str, suffix: str) -> IO[bytes]:
-    """Reads ("rb") or writes ("wb") the compressed content of an open file; suffix: ".gz" or ".zst"."""
+def compress(source: IO[bytes], target: IO[bytes], suffix: str) -> None:
+    """Packs a file as one member (frame)."""
+    packer = _codec(suffix)[0]()
+    while data := source.read(CHUNK_BYTES):
+        target.write(packer.compress(data))
+    target.write(packer.flush())
+
+
+def _codec(suffix: str) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """Makers of a compressor and of a decompressor for ".gz" or ".zst"."""
     if suffix == ".gz":
-        return gzip.GzipFile(fileobj=file, mode=mode, filename="", mtime=0)  # type: ignore[return-value]
+        return partial(zlib.compressobj, wbits=31), partial(zlib.decompressobj, wbits=31)
     zstd: Any
     try:
         from compression import zstd  # type: ignore[import-not-found,no-redef]  # Python 3.14
 
-        return zstd.open(file, mode)
+        return zstd.ZstdCompressor, zstd.ZstdDecompressor
     except ImportError:
         pass
     try:
         import zstandard as zstd  # type: ignore[import-not-found,no-redef]
     except ImportError:
         raise ValueError("zstd needs Python 3.14 or the package 'zstandard'; install it, or use gzip") from None
-    if mode == "rb":
-        return zstd.ZstdDecompressor().stream_reader(file, read_across_frames=True)
-    return zstd.ZstdCompressor().stream_writer(file, closefd=False)
-
-
-def check_encoding(first_line: bytes, path: str) -> None:
-    """ValueError if the file begins as UTF-16 or UTF-32 text does."""
-    for mark, name in ENCODINGS:
-        if first_line.startswith(mark) and b"\0" in first_line:
-            raise ValueError(f"{path} is {name}; convert it to UTF-8 first, for example with: iconv -f {name} -t UTF-8")
+    return zstd.ZstdCompressor().compressobj, zstd.ZstdDecompressor().decompressobj

@@ -11,22 +11,18 @@ Invariant: whole lines are never changed, and a file that does not look like res
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
-import shutil
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
-from nanoapc.batch_io import COPY_BYTES, SUFFIXES, open_compressed
-
-try:
-    import fcntl
-except ImportError:  # Windows: no lock
-    fcntl = None  # type: ignore[assignment]
+from nanoapc.batch_io import MAGIC, compress, decompress
 
 SYNC_SECONDS = 5.0
 HEAD = b'{"id": "batch_req_'
@@ -45,7 +41,7 @@ class Journal:
 
     def __init__(self, path: str):
         suffix = Path(path).suffix
-        self._final = Path(path) if suffix in SUFFIXES else None
+        self._final = Path(path) if suffix in MAGIC else None
         self.path = Path(f"{path}.partial" if self._final else path)
         self._is_stream = path == "-" or (self.path.exists() and not stat.S_ISREG(self.path.stat().st_mode))
         self._lock = None if self._is_stream else _lock(Path(f"{path}.lock"))
@@ -53,10 +49,10 @@ class Journal:
         self._next_sync = 0.0
         try:
             if self._final is not None and self._final.exists() and not self.path.exists():
-                _rewrite(self._final, self.path, "rb", suffix)
+                _rewrite(self._final, self.path, partial(decompress, suffix=suffix, name=path))
             target: Any = os.dup(sys.stdout.fileno()) if path == "-" else self.path
             self._file = open(target, "ab", 0)  # noqa: SIM115
-            _sync_folder(self.path)
+            self.sync()
         except BaseException:
             self._unlock()
             raise
@@ -97,13 +93,14 @@ class Journal:
         """From here on, what has been written survives a power failure."""
         if not self._is_stream:
             os.fsync(self._file.fileno())
+            _sync_folder(self.path)
         self._next_sync = time.monotonic() + SYNC_SECONDS
 
     def complete(self) -> None:
         """The batch is complete: compresses the file if its name asks for it."""
         self.sync()
         if self._final is not None:
-            _rewrite(self.path, self._final, "wb", self._final.suffix)
+            _rewrite(self.path, self._final, partial(compress, suffix=self._final.suffix))
             self.path.unlink()
 
     def _cut(self) -> None:
@@ -131,42 +128,37 @@ def _lock(path: Path) -> Any:
     """The lock file, open and locked: the lock ends with the process, however it ends."""
     file = open(path, "ab")  # noqa: SIM115
     try:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # else its owner has just removed it
             return file
-    except OSError:
+    except (BlockingIOError, FileNotFoundError):
         pass
     file.close()
     raise ValueError(f"{path.with_suffix('')} is being written by another run ({path} is locked)")
 
 
-def _rewrite(source: Path, target: Path, mode: str, suffix: str) -> None:
-    """Decompresses ("rb") or compresses ("wb") a file to another, which appears when it is whole."""
+def _rewrite(source: Path, target: Path, copy: Callable[[IO[bytes], IO[bytes]], None]) -> None:
+    """Copies a file to another, which appears when it is whole."""
     temporary = Path(f"{target}.tmp")
-    with open(source, "rb") as old, open(temporary, "wb") as new:
-        try:
-            with open_compressed(old if mode == "rb" else new, mode, suffix) as packed:
-                shutil.copyfileobj(packed if mode == "rb" else old, new if mode == "rb" else packed, COPY_BYTES)
+    try:
+        with open(source, "rb") as old, open(temporary, "wb") as new:
+            copy(old, new)
             new.flush()
             os.fsync(new.fileno())
-        except BaseException as error:
-            temporary.unlink()
-            if mode == "rb" and isinstance(error, Exception):  # gzip, zlib and zstd have errors of their own
-                raise ValueError(f"{source} cannot be continued: {error}") from error
-            raise
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
     os.replace(temporary, target)
     _sync_folder(target)
 
 
 def _sync_folder(path: Path) -> None:
     """The file's name survives a power failure, too."""
-    if hasattr(os, "O_DIRECTORY"):
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

@@ -23,7 +23,7 @@ import numpy as np
 from tqdm import tqdm
 
 from nanoapc.batch_format import MAX_LINE_BYTES, parse_line
-from nanoapc.batch_io import check_encoding, open_input
+from nanoapc.batch_io import open_input
 from nanoapc.engine.block_hash import encode_tokens
 
 PLAN_MEMORY_BYTES = 64 * 2**20
@@ -63,17 +63,15 @@ class Plan:
         with tqdm(total=size, desc="Reading", unit="B", unit_scale=True, disable=quiet, leave=False) as bar:
             self._database.executemany(
                 "INSERT INTO line (number, offset, length, id, digest, prefix) VALUES (?, ?, ?, ?, ?, ?)",
-                self._rows(path, bar.update),
+                self._rows(bar.update),
             )
         self._database.execute("CREATE INDEX by_id ON line (id)")
         self.total: int = self._database.execute("SELECT count(*) FROM line").fetchone()[0]
         self._refuse_duplicates(path)
 
-    def _rows(self, path: str, progress: Callable[[int], object]) -> Iterator[tuple[Any, ...]]:
+    def _rows(self, progress: Callable[[int], object]) -> Iterator[tuple[Any, ...]]:
         offset = number = 0
         while data := self._file.readline(MAX_LINE_BYTES + 1):
-            if not offset:
-                check_encoding(data, path)
             number, start, offset = number + 1, offset, offset + len(data)
             rest = data
             while not rest.endswith(b"\n") and (rest := self._file.readline(MAX_LINE_BYTES)):

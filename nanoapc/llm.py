@@ -14,7 +14,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from itertools import chain, repeat
 from typing import Any
 
@@ -324,17 +323,10 @@ class LLM:
             return self.engine.reset_prefix_cache()
 
     def prefix_cache_stats(self) -> dict[str, float]:
-        """Counts since the start, in tokens (see `PrefixCacheStats`), and what the cache holds now."""
-        with self._lock:
-            scheduler, pool = self.engine.scheduler, self.engine.manager.pool
-            prefixes = [prefix for prefix in pool.prefixes() if prefix.blocks]
-            return {
-                **asdict(scheduler.stats),
-                "hit_rate": scheduler.stats.hit_rate,
-                "cached_blocks": sum(len(prefix.blocks) for prefix in prefixes),
-                "cached_prefixes": sum(prefix.is_leaf for prefix in prefixes),
-                "evictions": pool.num_evictions,
-            }
+        """The numbers of `metrics` as a plain dict, with "hit_rate"."""
+        metrics = self.metrics()
+        numbers = {name: value for name, value in vars(metrics).items() if isinstance(value, int | float)}
+        return {**numbers, "hit_rate": metrics.hit_rate}
 
     def metrics(self) -> Metrics:
         """This moment's numbers: hits, evictions, savings, step times (see `engine/metrics.py`)."""

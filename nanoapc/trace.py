@@ -3,8 +3,8 @@
     run.jsonl --read_trace--> Trace --Replay--> the pool's state after any event
                                     '--make_page--> one self-contained HTML file (trace_page.html + the data)
 
-Invariant: `Replay` needs nothing but the trace's events (see `engine/events.py`) and ends in the pool's exact state. The page
-replays the same events in the browser; it loads nothing, and all text in it is data, whatever a prompt contains.
+Invariant: `Replay` needs nothing but the trace's events (see `engine/events.py`) and ends in the pool's exact state.
+The page replays the same events in the browser. It loads nothing, and text is only data there, whatever a prompt holds.
 """
 
 from __future__ import annotations

@@ -78,7 +78,12 @@ def body(result: Result) -> Mapping[str, Any]:
 def processes() -> Any:
     """Makes processes that have imported the package already (and no thread of torch's has run in)."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["batch_helpers"])
+    slow = [
+        "nanoapc.batch_file",
+        "transformers.models.auto.tokenization_auto",
+        "transformers.tokenization_utils_tokenizers",
+    ]
+    context.set_forkserver_preload(slow)
     return context
 
 

@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels for a GPU that is not here, and reports what the binaries use: python compile_triton.py 90.
+"""Compiles the Triton kernels for a GPU that is not here and reports what they use: python compile_triton.py 90.
 
 Launches go through TritonKernels as in an engine, on CPU tensors; Triton's driver is a stand-in that names the target,
 and a launch ends after compiling. So what is compiled is what a device of that capability would run, with the same
@@ -31,6 +31,7 @@ ATTENTION = [  # dtype, head_dim, query heads for one KV head, block_size
     (torch.bfloat16, 64, 3, 16),
     (torch.bfloat16, 80, 4, 8),
     (torch.bfloat16, 128, 2, 16),
+    (torch.bfloat16, 128, 7, 48),
     (torch.float16, 256, 8, 256),
     (torch.float32, 64, 1, 16),
     (torch.float32, 96, 5, 48),
@@ -71,7 +72,7 @@ def compile_attention(capability: int, dtype: torch.dtype, head_dim: int, group:
     plan = make_plan([list(range(width))] * 2, [1000, 0], [1, 200], block_size, share=False)
     q = torch.zeros(201, 2 * group, head_dim, dtype=dtype)
     kv_cache = torch.zeros(width, 2, 2, 2, block_size, head_dim, dtype=dtype)[:, 1]
-    TritonKernels(capability, num_sms=0.01).attention(q, kv_cache, plan, 0.1)
+    TritonKernels(capability, num_sms=1000).attention(q, kv_cache, plan, 0.1)
 
 
 def compile_others(capability: int, dtype: torch.dtype) -> None:

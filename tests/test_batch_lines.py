@@ -92,8 +92,8 @@ def test_logprobs_have_the_shapes_of_openai(tmp_path: Path, llm: LLM) -> None:
     legacy = body(found["legacy"])["choices"][0]
     tokens, offsets = legacy["logprobs"]["tokens"], legacy["logprobs"]["text_offset"]
     assert offsets == [len("".join(tokens[:i])) for i in range(4)]
-    assert all(max(top.values()) == logprob for top, logprob in zip(legacy["logprobs"]["top_logprobs"],
-                                                                     legacy["logprobs"]["token_logprobs"], strict=True))  # fmt: skip
+    best = [max(top.values()) for top in legacy["logprobs"]["top_logprobs"]]
+    assert best == legacy["logprobs"]["token_logprobs"]
     assert body(found["none"])["choices"][0]["logprobs"] is None
 
 
@@ -162,8 +162,14 @@ def test_text_parts_and_template_fields_reach_the_template(tmp_path: Path, llm: 
     lines = [
         chat("parts", messages=[{"role": "user", "content": parts}]),
         chat("joined", "who speaks\nfirst?"),
-        chat("template", "Q", chat_template=template, tools=[tool], chat_template_kwargs={"mood": "!"},
-             add_generation_prompt=False),  # fmt: skip
+        chat(
+            "template",
+            "Q",
+            chat_template=template,
+            tools=[tool],
+            chat_template_kwargs={"mood": "!"},
+            add_generation_prompt=False,
+        ),
     ]
     found = by_id(run(tmp_path, llm, lines)[0])
     assert body(found["parts"])["choices"] == body(found["joined"])["choices"]
@@ -189,10 +195,14 @@ def test_bad_lines_get_error_lines_and_good_ones_their_answers(tmp_path: Path, l
     assert (summary.done, summary.failed, summary.exit_code) == (3, len(bad), 1)
 
 
-@pytest.mark.parametrize("text", ["{0}\n{1}\n{2}", "{0}\n{1}\n{2}\n\n", "\n{0}\n\n{1}\n   \t\n{2}\n", "{0}\r\n{1}\r\n{2}\r\n"])
+@pytest.mark.parametrize(
+    "text", ["{0}\n{1}\n{2}", "{0}\n{1}\n{2}\n\n", "\n{0}\n\n{1}\n   \t\n{2}\n", "{0}\r\n{1}\r\n{2}\r\n"]
+)
 def test_blank_lines_and_line_ends_do_not_matter(tmp_path: Path, llm: LLM, text: str) -> None:
     clean = answers(run(tmp_path, llm, GOOD)[0])
-    content = text.replace("{0}", json.dumps(GOOD[0])).replace("{1}", json.dumps(GOOD[1])).replace("{2}", json.dumps(GOOD[2]))
+    content = (
+        text.replace("{0}", json.dumps(GOOD[0])).replace("{1}", json.dumps(GOOD[1])).replace("{2}", json.dumps(GOOD[2]))
+    )
     results, summary = run(tmp_path, llm, [content.encode()])
     assert answers(results) == clean and summary.total == 3
 
@@ -221,7 +231,7 @@ def test_other_encodings_are_refused_by_name(tmp_path: Path, llm: LLM, encoding:
 def test_a_repeated_id_is_refused_naming_both_lines(tmp_path: Path, llm: LLM) -> None:
     lines = [completion("x"), b"", completion("same", "one"), completion("y"), completion("same", "two")]
     source = write_lines(tmp_path / "in.jsonl", lines)
-    with pytest.raises(ValueError, match="lines 3 and 5 .*'same'"):
+    with pytest.raises(ValueError, match=r"lines 3 and 5 .*'same'"):
         run_batch(source, tmp_path / "out.jsonl", llm)
     assert not (tmp_path / "out.jsonl").exists()
 
@@ -269,12 +279,17 @@ def test_unusable_ids_get_error_lines_and_long_ones_work(tmp_path: Path, llm: LL
         ({"body": {"prompt": "x", "stop_token_ids": [10**7]}}, "stop_token_ids"),
         ({"url": "/v1/chat/completions", "body": {}}, "messages"),
         ({"url": "/v1/chat/completions", "body": {"messages": "hello"}}, "messages"),
-        ({"url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "x"}], "tools": 3}}, "tools"),
+        (
+            {"url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "x"}], "tools": 3}},
+            "tools",
+        ),
         ({"url": "/v1/chat/completions", "body": {"messages": [], "logprobs": 3}}, "logprobs"),
         ({"url": "/v1/chat/completions", "body": {"messages": [], "top_logprobs": 3}}, "top_logprobs"),
     ],
 )
-def test_each_fault_is_named_and_the_next_line_runs(tmp_path: Path, llm: LLM, change: dict[str, Any], param: str) -> None:
+def test_each_fault_is_named_and_the_next_line_runs(
+    tmp_path: Path, llm: LLM, change: dict[str, Any], param: str
+) -> None:
     results, summary = run(tmp_path, llm, [{**completion("bad"), **change}, completion("good")])
     found = by_id(results)
     error = error_of(found["bad"])
@@ -292,8 +307,15 @@ def test_a_missing_key_is_named(tmp_path: Path, llm: LLM, key: str) -> None:
 
 
 def test_fields_that_change_nothing_are_taken(tmp_path: Path, llm: LLM) -> None:
-    harmless = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "stream": False, "suffix": "",
-                "best_of": 1, "echo": False, "response_format": {"type": "text"}, "top_p": None, "stop": None}  # fmt: skip
+    ignored = {"user": "me", "metadata": {"a": "b"}, "store": True, "service_tier": "flex", "top_p": None, "stop": None}
+    harmless = {
+        "stream": False,
+        "suffix": "",
+        "best_of": 1,
+        "echo": False,
+        "response_format": {"type": "text"},
+        **ignored,
+    }
     found = answers(run(tmp_path, llm, [completion("a"), completion("b", **harmless)])[0])
     assert found["a"] == found["b"]
 
@@ -335,7 +357,9 @@ def mutate(line: dict[str, Any], rng: random.Random) -> bytes:
     kind = rng.randrange(5)
     if kind < 3:
         target = rng.choice([line, line["body"], line["body"]]) if isinstance(line.get("body"), dict) else line
-        key = rng.choice([key for key in target if key != "custom_id"] + ["stop", "n", "logprobs", "logit_bias", "seed"])
+        key = rng.choice(
+            [key for key in target if key != "custom_id"] + ["stop", "n", "logprobs", "logit_bias", "seed"]
+        )
         if rng.random() < 0.15:
             target.pop(key, None)
         else:

@@ -186,6 +186,8 @@ def test_extra_keys_are_typed_and_length_framed() -> None:
         [("salt", "a", "b")],
         [("org_1", "2345")],
         [("org_12345", "")],
+        [("salt", "sab")],  # equal but for the lengths: s salt s sab, s salts s ab
+        [("salts", "ab")],
         [("salt", "\ud800")],  # what JSON can hold and UTF-8 cannot
         [("image", b"hash", 0)],
         [("image", b"hash", 16)],

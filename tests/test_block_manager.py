@@ -385,7 +385,7 @@ class CollidingBlockManagerMachine(BlockManagerMachine):
 @pytest.mark.parametrize("machine", [BlockManagerMachine, CollidingBlockManagerMachine])
 def test_the_block_manager_equals_a_naive_model(machine: type[BlockManagerMachine]) -> None:
     machine.seen.clear()
-    options = settings(deadline=None, max_examples=80, stateful_step_count=15, derandomize=True, database=None)
+    options = settings(deadline=None, max_examples=60, stateful_step_count=15, derandomize=True, database=None)
     run_state_machine_as_test(machine, settings=options)
     for situation in SITUATIONS:
         assert machine.seen[situation] >= 3, f"{situation} happened {machine.seen[situation]} times"

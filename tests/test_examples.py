@@ -1,8 +1,9 @@
-"""The lessons run on the model that ships with nanoapc, and what they set out to show is so. No test asserts seconds."""
+"""The lessons run on the model that ships with nanoapc, and show what they set out to show. Nothing asserts seconds."""
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import re
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def test_many_questions(capsys: pytest.CaptureFixture[str]) -> None:
 def test_chat(capsys: pytest.CaptureFixture[str]) -> None:
     turns = numbers(r"\[(\d+) of (\d+) prompt tokens cached", lesson("04_chat", capsys, "--max-tokens", "20"))
     assert turns[0][0] == 0 and len(turns) == 4
-    for (_, before), (cached, _) in zip(turns, turns[1:], strict=False):
+    for (_, before), (cached, _) in itertools.pairwise(turns):
         assert cached >= before - 16 + 1  # the whole conversation so far, up to its last full block
 
 
@@ -76,7 +77,7 @@ def test_ten_blocks(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     text = lesson("06_ten_blocks", capsys, "--output", str(tmp_path / "ten"))
     queues = [queue.split() for queue in re.findall(r"free queue: ([\d ]*)", text)]
     assert queues[0] == list("0123456789")
-    assert queues[4] == list("478932")
+    assert queues[4] == list("789")
     assert queues[5] == list("6478932510")
     assert queues[6] == list("35")
     assert "10 of 14 prompt tokens are cached" in text and "evictions 1" in text

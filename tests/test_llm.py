@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from conftest import MakeLLM
 from huggingface_hub.errors import LocalEntryNotFoundError
 from llm_helpers import DEFAULTS, assert_idle, cached, greedy, hf_greedy, observe, run, token_ids
+from test_models import edit_json
 from tiny_models import FAMILIES, make_tiny_model, random_ids, tiny_tokenizer
 from transformers import PreTrainedModel
 
@@ -225,6 +227,20 @@ class TestConstruction:
         llm = make_llm(tmp_path, tokenizer=str(tmp_path / "elsewhere"))
         assert run(llm, ["the dog"])[0].prompt_token_ids == tiny_tokenizer()("the dog")["input_ids"]
 
+    def test_code_in_a_model_directory_is_not_run(self, tmp_path: Path, make_llm: MakeLLM) -> None:
+        make_tiny_model(tmp_path)
+        marker = tmp_path / "marker"
+        (tmp_path / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass Evil: pass\n")
+        edit_json(tmp_path / "config.json", auto_map={"AutoConfig": "evil.Evil", "AutoModelForCausalLM": "evil.Evil"})
+        edit_json(
+            tmp_path / "tokenizer_config.json",
+            tokenizer_class="Evil",
+            auto_map={"AutoTokenizer": [None, "evil.Evil"]},
+        )
+        with suppress(ValueError):  # refused or run without it: either is right
+            run(make_llm(tmp_path), ["the fox"])
+        assert not marker.exists()
+
     def test_dummy_weights_need_only_the_config(self, model_dir: Path, tmp_path: Path, make_llm: MakeLLM) -> None:
         (tmp_path / "config.json").write_text((model_dir / "config.json").read_text())
         options = {"load_format": "dummy", "skip_tokenizer_init": True}
@@ -348,6 +364,27 @@ class TestThreads:
         assert_idle(llm)
         model.forward = forward  # type: ignore[method-assign]
         assert token_ids(run(llm, prompts)) == token_ids(run(cache_off, prompts))
+
+    def test_a_failure_while_a_window_is_on_its_way_submits_no_orphans(self, make_llm: MakeLLM) -> None:
+        llm = make_llm()
+        windows, forward = llm._windows, llm.engine.runner.model.forward
+
+        def fail(*arguments: Any) -> torch.Tensor:
+            raise MemoryError("no memory left")
+
+        def interrupted(pairs: Any, call: Any) -> Iterator[Any]:
+            for sequences in windows(pairs, call):
+                llm.engine.runner.model.forward = fail  # type: ignore[method-assign]
+                with pytest.raises(MemoryError):  # what another thread may do between the two
+                    llm.step()
+                llm.engine.runner.model.forward = forward  # type: ignore[method-assign]
+                yield sequences
+
+        llm._windows = interrupted  # type: ignore[method-assign]
+        llm.add_request(random_ids(5))
+        with pytest.raises(RuntimeError, match="shared with others has failed"):
+            list(llm.stream([random_ids(5)] * 3))
+        assert_idle(llm)
 
     def test_a_failure_in_someone_elses_step_is_not_silent_for_queued_requests(self, make_llm: MakeLLM) -> None:
         llm = make_llm()

@@ -32,7 +32,7 @@ def run_ten_blocks(llm: LLM) -> None:
     step  6   request 2 (29 tokens, 12 in common) shares 0 1 2, computes 17 into 6 4 7 8 9
     step  10  its 33rd token needs a ninth block: 3, which is evicted
     """
-    prompts = [DOCUMENT, DOCUMENT[:10] + [120, 121, 122, 123], DOCUMENT[:12] + list(range(130, 147))]
+    prompts = [DOCUMENT, [*DOCUMENT[:10], 120, 121, 122, 123], [*DOCUMENT[:12], *range(130, 147)]]
     llm.add_request(prompts[0], greedy(4))
     for _ in range(3):
         llm.step()
@@ -123,7 +123,7 @@ def test_an_eviction_that_a_waiting_request_regrets_is_counted(make_llm: MakeLLM
     llm = make_llm(num_kv_blocks=12, max_model_len=48, max_num_seqs=2, schedule_policy="fcfs")
     shared, other = random_ids(16, 1), random_ids(40, 2)
     run(llm, [shared], max_tokens=1)
-    run(llm, [other, shared + [5]], max_tokens=8)  # `other` needs all blocks while `shared` waits
+    run(llm, [other, [*shared, 5]], max_tokens=8)  # `other` needs all blocks while `shared` waits
     metrics = llm.metrics()
     assert metrics.wanted_evictions > 0
     assert metrics.evictions >= metrics.wanted_evictions
@@ -162,10 +162,10 @@ def test_the_recent_hit_rate_forgets_old_requests() -> None:
     stats = PrefixCacheStats()
     for _ in range(10):
         stats.count_query(num_tokens=10, num_blocks=2, hit_tokens=0, hit_blocks=0, copied_tokens=0)
-    assert stats.hit_rate == stats.recent_hits == 0
+    assert stats.hit_rate == stats.recent_hit_rate == 0
     for _ in range(RECENT_REQUESTS):
         stats.count_query(num_tokens=10, num_blocks=2, hit_tokens=5, hit_blocks=1, copied_tokens=1)
-    assert stats.recent_hits == 0.5
+    assert stats.recent_hit_rate == 0.5
     assert stats.hit_rate == 5 * RECENT_REQUESTS / (10 * RECENT_REQUESTS + 100)
 
 
@@ -228,6 +228,16 @@ class TestPrometheus:
     def test_a_missing_folder_is_named(self, make_llm: MakeLLM, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="there is no such folder"):
             make_llm(metrics_file=tmp_path / "nowhere" / "x.prom")
+
+    def test_a_file_that_cannot_be_written_stops_nothing(
+        self, make_llm: MakeLLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        folder = tmp_path / "folder"
+        folder.mkdir()
+        llm = make_llm(metrics_file=folder / "x.prom")
+        folder.rmdir()
+        assert len(run(llm, [DOCUMENT])) == 1
+        assert "the metrics file cannot be written" in caplog.text
 
     @pytest.mark.parametrize("name", ["metrics_file", "trace"])
     @pytest.mark.parametrize("value", ["", 3])

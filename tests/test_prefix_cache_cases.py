@@ -7,6 +7,7 @@ situation really happened. Where sub-block hits find more than whole blocks woul
 from __future__ import annotations
 
 import hashlib
+import random
 from pathlib import Path
 from typing import Any
 
@@ -274,6 +275,14 @@ class TestOnEqualsOff:
         off, *others = self.runs(long_model, "float32", make_llm)
         for outputs in others:
             assert token_ids(outputs) == token_ids(off)
+
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_with_the_cpu_kernels_it_is_bit_for_bit(self, dtype: str, long_model: Path, make_llm: MakeLLM) -> None:
+        off, *others = self.runs(long_model, dtype, make_llm)
+        if make_llm(long_model, skip_tokenizer_init=True).engine.runner.kernels.name != "cpu":
+            pytest.skip("only the C++ kernels promise it, and they could not be compiled here")
+        for outputs in others:
+            assert [output.outputs[0].logprobs for output in outputs] == [output.outputs[0].logprobs for output in off]
 
     def test_bfloat16_ids_differ_only_from_near_ties_on(self, long_model: Path, make_llm: MakeLLM) -> None:
         off, cold, warm, again = self.runs(long_model, "bfloat16", make_llm)
@@ -561,3 +570,42 @@ class TestLeaks:
         stats = llm.prefix_cache_stats()
         preempted, evicted = int(stats["num_preemptions"]), int(stats["evictions"])
         assert aborted > 10 and preempted > 10 and evicted > 1000 and stats["hit_tokens"] > 1000
+
+
+class TestAnyEngine:
+    """All of it at once: random prompts with common parts, random parameters, salts, pools, budgets and aborts."""
+
+    @pytest.mark.parametrize("seed", range(12))
+    def test_random_calls_equal_solo_runs_without_a_cache(self, seed: int, make_llm: MakeLLM, cache_off: LLM) -> None:
+        rng = random.Random(seed)
+        llm = make_llm(
+            block_size=rng.choice([1, 2, 3, 4, 8, 16]),
+            num_kv_blocks=rng.choice([64, 80, 128]),
+            max_model_len=64,
+            max_num_batched_tokens=rng.choice([3, 8, 20, None]),
+            max_num_seqs=rng.choice([1, 3, 8, 64]),
+            schedule_policy=rng.choice(["prefix", "fcfs"]),
+            prefix_caching_hash_algo=rng.choice(["xxhash", "sha256"]),
+        )
+        observe(llm)
+        stems = [random_ids(rng.randrange(1, 30), 1000 + seed + i) for i in range(3)]
+        for _ in range(3):
+            prompts, params = [], []
+            for _ in range(rng.randrange(1, 12)):
+                stem = rng.choice(stems)
+                ids = stem[: rng.randrange(len(stem) + 1)] + random_ids(rng.randrange(1, 9), rng.randrange(20))
+                prompts.append({"prompt_token_ids": ids, "cache_salt": rng.choice([None, None, "a", "b"])})
+                options: dict[str, Any] = {"seed": rng.randrange(50), "temperature": rng.choice([0, 0.8])}
+                options |= rng.choice([{}, {"n": 2}, {"prompt_logprobs": 0}, {"frequency_penalty": 0.5}])
+                params.append(SamplingParams(max_tokens=rng.randrange(1, 25), ignore_eos=True, **options))
+            aborted = [llm.add_request(*pair) for pair in zip(prompts[:3], params[:3], strict=True)]
+            for _ in range(rng.randrange(6)):
+                llm.step()
+            for request_id in aborted:
+                llm.abort_request(request_id)
+            if not llm.engine.scheduler.has_unfinished:
+                llm.step()  # fetches what had finished before it could be aborted
+            outputs = run(llm, prompts, params)
+            for prompt, param, output in zip(prompts, params, outputs, strict=True):
+                (alone,) = run(cache_off, [prompt], param)
+                assert [o.token_ids for o in output.outputs] == [o.token_ids for o in alone.outputs]

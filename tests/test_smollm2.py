@@ -78,7 +78,9 @@ def test_in_prefix_order_cold_and_warm(expected: list[list[int]]) -> None:
         assert {output.outputs[0].finish_reason for output in cold} == {"stop", "length"}
         warm = chat(llm)
         assert token_ids(warm) == expected
-        assert cached(warm) == [len(output.prompt_token_ids) - 1 for output in warm]
+        for output in warm:  # all whole blocks; and what came after, where the answer has filled the next one
+            assert (len(output.prompt_token_ids) - 1) // 16 * 16 <= output.num_cached_tokens
+        assert sum(cached(warm)) > 0.9 * sum(len(output.prompt_token_ids) for output in warm)
         assert "Paris" in warm[0].outputs[0].text
         assert [output.outputs[0].text for output in warm] == [output.outputs[0].text for output in cold]
 

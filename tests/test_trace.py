@@ -62,7 +62,12 @@ class Traced:
     def __init__(self, path: Path, **options: Any):
         self.engine = NullEngine(**options)
         self.size = self.engine.manager.block_size
-        header = {"block_size": self.size, "num_blocks": len(self.engine.pool.blocks), "model": "null", "tokenizer": None}
+        header = {
+            "block_size": self.size,
+            "num_blocks": len(self.engine.pool.blocks),
+            "model": "null",
+            "tokenizer": None,
+        }
         self.events = Events(str(path), header)
         self.engine.manager.events = self.engine.pool.events = self.engine.scheduler.events = self.events
         self.planner = AttentionPlanner(self.size)
@@ -98,7 +103,9 @@ def play_anything(traced: Traced, seed: int, num_steps: int = 60) -> None:
     for _ in range(num_steps):
         if rng.random() < 0.4:
             stem = rng.choice(stems)
-            prompts = [stem + [rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(rng.randrange(1, 5))]
+            prompts = [
+                stem + [rng.randrange(3) for _ in range(rng.randrange(1, 9))] for _ in range(rng.randrange(1, 5))
+            ]
             skip = rng.random() < 0.1
             salt = rng.choice([None, None, "a"])
             alive += traced.engine.add(prompts, rng.randrange(1, 25), salt=salt, skip_reading_prefix_cache=skip)
@@ -197,6 +204,15 @@ def test_tracing_changes_no_output(make_llm: MakeLLM, tmp_path: Path) -> None:
     plain = run(make_llm(), prompts, max_tokens=8)
     traced = run(make_llm(trace=tmp_path / "run.jsonl"), prompts, max_tokens=8)
     assert [output.outputs for output in plain] == [output.outputs for output in traced]
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_full_disk_ends_the_trace_and_not_the_run(make_llm: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
+    llm = make_llm(trace="/dev/full")
+    for _ in range(2):
+        assert len(run(llm, [random_ids(9)], max_tokens=4)[0].outputs[0].token_ids) == 4
+    assert caplog.text.count("the trace ends here") == 1
+    llm.close()
 
 
 def test_a_closed_llm_has_closed_its_trace(make_llm: MakeLLM, tmp_path: Path) -> None:

@@ -18,10 +18,16 @@ from test_trace import Traced, play_anything
 from nanoapc.trace import EMPTY, Replay, Trace, make_page, read_trace
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync "
-    "--virtual-time-budget=5000 --window-size=1400,1000"
-).split()
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+    "--virtual-time-budget=5000",
+    "--window-size=1400,1000",
+]
 HOSTILE = "</script><script>document.title = 'broken out'</script><img src=x onerror=\"document.title='broken out'\">"
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs chromium (Debian: apt-get install chromium)")
@@ -108,36 +114,42 @@ def test_the_picture_has_each_blocks_colour(trace: Trace, page: str, tmp_path: P
 
 def test_keyboard_and_mouse(page: str, tmp_path: Path) -> None:
     script = """
-        const key = (k, shiftKey = false) => { dispatchEvent(new KeyboardEvent("keydown", { key: k, shiftKey })); return at; };
+        const press = (key, shiftKey) => { dispatchEvent(new KeyboardEvent("keydown", { key, shiftKey })); return at; };
         const start = at;
-        const keys = [key("ArrowRight"), key("ArrowRight", true), key("ArrowLeft"), key("End"), key("Home"), key("ArrowLeft")];
+        const keys = ["ArrowRight", "Shift", "ArrowLeft", "End", "Home", "ArrowLeft"].map(
+            key => key === "Shift" ? press("ArrowRight", true) : press(key, false));
         $("next").click(); const button = at;
         $("step").value = 20; $("step").dispatchEvent(new Event("input")); const slider = at;
         const box = $("hits").getBoundingClientRect();
-        $("hits").dispatchEvent(new MouseEvent("click", { clientX: box.left + box.width / 2, clientY: box.top + 5 })); const curve = at;
-        key(" "); const playing1 = playing; key(" ");
-        return { start, keys, button, slider, curve, playing1, playing, NS, hash: location.hash };"""
+        const place = { clientX: box.left + box.width / 2, clientY: box.top + 5 };
+        $("hits").dispatchEvent(new MouseEvent("click", place)); const curve = at;
+        press(" "); const started = playing; press(" ");
+        return { start, keys, button, slider, curve, started, playing, NS, hash: location.hash };"""
     found = work(page, script, tmp_path, "#step=5")
     last = found["NS"] - 1
     assert found["start"] == 5
     assert found["keys"] == [6, 16, 15, last, 0, 0]
     assert found["button"] == 1 and found["slider"] == 20
     assert abs(found["curve"] - found["NS"] / 2) <= 1
-    assert found["playing1"] is True and found["playing"] is False
+    assert found["started"] is True and found["playing"] is False
     assert found["hash"] == f"#step={found['curve']}"
 
 
 def test_pointing_at_a_block_tells_its_state_owner_and_text(page: str, tmp_path: Path) -> None:
     script = """
         let i = 0, shared = -1;
-        for (; i < NS && shared < 0; i++) { goto(i); shared = pool.refs.findIndex((n, b) => n > 1 && pool.content[b] >= 0); }
+        for (; i < NS && shared < 0; i++) {
+            goto(i); shared = pool.refs.findIndex((n, b) => n > 1 && pool.content[b] >= 0);
+        }
         const box = $("pool").getBoundingClientRect();
         const point = b => $("pool").dispatchEvent(new MouseEvent("mousemove", {
-            clientX: box.left + b % grid.columns * grid.cell + 5, clientY: box.top + Math.floor(b / grid.columns) * grid.cell + 5 }));
-        point(shared); const text = $("block").textContent, users = owners.get(shared), words = textOf(pool.content[shared]);
-        const free = pool.order(0)[0]; point(free); const idle = $("block").textContent;
+            clientX: box.left + b % grid.columns * grid.cell + 5,
+            clientY: box.top + Math.floor(b / grid.columns) * grid.cell + 5 }));
+        point(shared); const text = $("block").textContent, users = owners.get(shared);
+        const words = textOf(pool.content[shared]), free = pool.order(0)[0];
+        point(free); const idle = $("block").textContent, forest = $("forest").textContent;
         const chip = [...$("queue").querySelectorAll(".chip")].map(e => +e.dataset.block);
-        return { shared, text, users, words, free, idle, chip, queue: pool.order(0).concat(pool.order(1)), forest: $("forest").textContent };"""
+        return { shared, text, users, words, free, idle, chip, queue: pool.order(0).concat(pool.order(1)), forest };"""
     found = work(page, script, tmp_path)
     assert found["text"].startswith(f"Block {found['shared']}: shared by several")
     assert f"used by sequence {', '.join(map(str, found['users']))}" in found["text"]
@@ -156,8 +168,23 @@ def test_ten_thousand_blocks_and_steps(tmp_path: Path) -> None:
     header = {"num_blocks": 10_000, "block_size": 4, "model": "made up"}
     lines: list[dict[str, Any]] = []
     for i in range(10_000):
-        events: list[Any] = [["added", i, str(i), 9], ["admitted", i, 0], ["taken", i, [i, (i + 1) % 10_000, (i + 7) % 10_000]]]
-        lines.append({"step": i, "t": i / 1000, "s": 0.001, "run": [[i, 0, 9]], "tiles": 1, "shared": 0, "read": 9, "unshared": 9})
+        events: list[Any] = [
+            ["added", i, str(i), 9],
+            ["admitted", i, 0],
+            ["taken", i, [i, (i + 1) % 10_000, (i + 7) % 10_000]],
+        ]
+        lines.append(
+            {
+                "step": i,
+                "t": i / 1000,
+                "s": 0.001,
+                "run": [[i, 0, 9]],
+                "tiles": 1,
+                "shared": 0,
+                "read": 9,
+                "unshared": 9,
+            }
+        )
         lines[-1]["events"] = [*events, ["stored", i, 0, [i % 50] * 8, ""], ["freed", i, "htt"]]
     replay = Replay(10_000, 4)
     for line in lines:

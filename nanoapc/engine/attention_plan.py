@@ -67,7 +67,7 @@ class AttentionPlanner:
         share: False plans every sequence for itself (to measure what sharing is worth).
     """
 
-    def __init__(self, block_size: int, max_tile_rows: int = 64, min_saved_tokens: int = SPAN, share: bool = True):
+    def __init__(self, block_size: int, max_tile_rows: int = 128, min_saved_tokens: int = SPAN, share: bool = True):
         self.block_size = block_size
         self.max_tile_rows = max_tile_rows
         self.min_saved_tokens = min_saved_tokens

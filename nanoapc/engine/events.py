@@ -5,7 +5,8 @@
 
 An engine that does neither has no Events: each place asks `if self.events is not None` and that is all it costs.
 Invariant: applied in order to an empty pool, the events of a trace give the pool's state exactly: reference counts,
-contents, block tables and the order of both queues (`trace.Replay` does it, and so does the trace page).
+contents, block tables and the order of both queues (`trace.Replay` does it, and so does the trace page). A trace that
+can no longer be written is given up with a warning; the run goes on.
 
     added      seq, request id, prompt tokens            preempted, finished   seq (and the finish reason)
     admitted   seq, tokens found in the cache (-1: it did not look)
@@ -25,6 +26,7 @@ would read without sharing, "events"}. A decode step of the same sequences as in
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -80,12 +82,24 @@ class Events:
         self._step = 0
         self._events: list[tuple[Any, ...]] = []
         self._last_run: int | None = None  # composition of the line before
-        if self._file is not None:
-            self._write({**FORMAT, **header})
+        self._write({**FORMAT, **header})
 
-    def _write(self, line: dict[str, Any]) -> None:
-        assert self._file is not None
-        self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
+    def _write(self, line: dict[str, Any], flush: bool = False) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n" if line else "")
+            if flush:
+                self._file.flush()
+        except OSError as error:
+            logger.warning("the trace ends here, it cannot be written: %s", error)
+            self._close()
+
+    def _close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._file = None
 
     def _add(self, kind: str, **values: Any) -> None:
         if self._file is not None:
@@ -203,18 +217,13 @@ class Events:
 
     def flush(self) -> None:
         """Everything so far is in the file, so that it can be read while the engine is idle."""
-        if self._file is not None:
-            if self._events:
-                self._write({"events": self._events})
-                self._events = []
-            self._file.flush()
+        self._write({"events": self._events} if self._events else {}, flush=True)
+        self._events = []
 
     def close(self) -> None:
         """Writes the rest; afterwards events go to the log alone."""
         self.flush()
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        self._close()
 
 
 def _place(block: Block, pool: BlockPool) -> str:

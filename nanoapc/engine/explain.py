@@ -102,10 +102,10 @@ def _blocks_under_another_salt(manager: BlockManager, seq: Sequence) -> int:
 
 
 def _depth(prefix: Prefix, blocks: list[bytes]) -> int:
-    depth, found = 0, prefix
-    while found is not None:
-        depth += 1
-        if depth == len(blocks):
-            break
-        found = next((child for child in found.cached or () if child.label == blocks[depth]), None)
-    return depth
+    """How many of the blocks are cached, given that `prefix` holds the first."""
+    for depth, label in enumerate(blocks[1:], 1):
+        found = next((child for child in prefix.cached or () if child.label == label), None)
+        if found is None:
+            return depth
+        prefix = found
+    return len(blocks)

@@ -20,6 +20,7 @@ needs for its last token alone) are left out.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections import deque
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
     from nanoapc.engine.scheduler import Scheduler
     from nanoapc.models.config import ModelConfig
+
+logger = logging.getLogger(__name__)
 
 RECENT_REQUESTS = 1000
 """Requests that the recent hit rate looks back on."""
@@ -50,7 +53,7 @@ def _gauge(name: str, text: str) -> Any:
 
 
 @dataclass
-class PrefixCacheStats:
+class Counts:
     """What the scheduler counts. Requests that skip the look-up (prompt_logprobs) count in no query and no hit."""
 
     queried_tokens: int = _counter("prefix_cache_queries", "prompt tokens that were looked up in the cache")
@@ -64,9 +67,21 @@ class PrefixCacheStats:
     generated_tokens: int = _counter("generation_tokens", "tokens sampled")
     num_preemptions: int = _counter("num_preemptions", "running sequences that had to wait again")
 
-    def __post_init__(self) -> None:
+    hit_pairs: int = 0
+    """The sum of c * (c + 1) / 2."""
+
+    @property
+    def hit_rate(self) -> float:
+        """hit / queried tokens, 0 before the first query."""
+        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
+
+
+class PrefixCacheStats(Counts):
+    """The counts as they grow, and the latest requests."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self._recent: deque[tuple[int, int]] = deque(maxlen=RECENT_REQUESTS)
-        self.hit_pairs = 0  # the sum of c * (c + 1) / 2
 
     def count_query(
         self, num_tokens: int, num_blocks: int, hit_tokens: int, hit_blocks: int, copied_tokens: int
@@ -81,13 +96,8 @@ class PrefixCacheStats:
         self._recent.append((num_tokens, hit_tokens))
 
     @property
-    def hit_rate(self) -> float:
-        """hit / queried tokens, 0 before the first query."""
-        return self.hit_tokens / self.queried_tokens if self.queried_tokens else 0.0
-
-    @property
-    def recent_hits(self) -> float:
-        """The hit rate over the last RECENT_REQUESTS requests."""
+    def recent_hit_rate(self) -> float:
+        """The hit rate of the last RECENT_REQUESTS requests."""
         queried = sum(tokens for tokens, _ in self._recent)
         return sum(hits for _, hits in self._recent) / queried if queried else 0.0
 
@@ -102,7 +112,7 @@ class PhaseStats:
 
 
 @dataclass
-class Metrics(PrefixCacheStats):
+class Metrics(Counts):
     """One moment's numbers; each field's metadata says what it is, the top of this file how savings are estimated."""
 
     recent_hit_rate: float = _gauge("prefix_cache_recent_hit_rate", f"hit rate of the last {RECENT_REQUESTS} requests")
@@ -121,10 +131,10 @@ class Metrics(PrefixCacheStats):
 
     def to_prometheus(self) -> str:
         """Prometheus' text format, named as vLLM names its own ("nanoapc:prefix_cache_queries_total")."""
-        require_prometheus()
+        registry = _registry(self)
         from prometheus_client import generate_latest
 
-        return generate_latest(_registry(self)).decode()
+        return generate_latest(registry).decode()
 
 
 def collect(scheduler: Scheduler, steps: dict[str, PhaseStats], model: ModelConfig, dtype: torch.dtype) -> Metrics:
@@ -132,12 +142,14 @@ def collect(scheduler: Scheduler, steps: dict[str, PhaseStats], model: ModelConf
     stats, pool = scheduler.stats, scheduler.manager.pool
     held = [prefix for prefix in pool.prefixes() if prefix.blocks]
     cached = sum(len(prefix.blocks) for prefix in held)
+    heads = 2 * model.num_heads + 2 * model.num_kv_heads  # q and output, k and v
+    weights = model.num_layers * model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)
     attention = 4 * model.num_layers * model.num_heads * model.head_dim
     kv_bytes_a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
     return Metrics(
         **asdict(stats),
-        recent_hit_rate=stats.recent_hits,
-        flops_saved=2 * linear_weights(model) * stats.hit_tokens + attention * stats.hit_pairs,
+        recent_hit_rate=stats.recent_hit_rate,
+        flops_saved=2 * weights * stats.hit_tokens + attention * stats.hit_pairs,
         kv_bytes_saved=(stats.hit_tokens - stats.copied_tokens) * kv_bytes_a_token,
         evictions=pool.num_evictions,
         wanted_evictions=pool.num_wanted_evictions,
@@ -150,22 +162,6 @@ def collect(scheduler: Scheduler, steps: dict[str, PhaseStats], model: ModelConf
         num_waiting=len(scheduler.waiting),
         steps={phase: PhaseStats(**asdict(count)) for phase, count in steps.items()},
     )
-
-
-def linear_weights(model: ModelConfig) -> int:
-    """Weights of all linear layers between embedding and head."""
-    heads = 2 * model.num_heads + 2 * model.num_kv_heads  # q and output, k and v
-    return model.num_layers * model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)
-
-
-def require_prometheus() -> None:
-    """ValueError unless prometheus_client can be imported."""
-    try:
-        import prometheus_client  # noqa: F401
-    except ImportError:
-        raise ValueError(
-            "metrics in Prometheus' format need the package prometheus-client: pip install 'nanoapc[metrics]'"
-        ) from None
 
 
 class _Collector:
@@ -192,8 +188,13 @@ class _Collector:
 
 
 def _registry(metrics: Metrics) -> Any:
-    from prometheus_client import CollectorRegistry
-
+    """What prometheus_client writes; ValueError without that package."""
+    try:
+        from prometheus_client import CollectorRegistry
+    except ImportError:
+        raise ValueError(
+            "metrics in Prometheus' format need the package prometheus-client: pip install 'nanoapc[metrics]'"
+        ) from None
     registry = CollectorRegistry()
     registry.register(_Collector(metrics))  # type: ignore[arg-type]
     return registry
@@ -207,7 +208,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: str):
-        require_prometheus()
+        _registry(Metrics())
         if not os.path.isdir(os.path.dirname(path) or "."):
             raise ValueError(f"metrics_file={path!r}: there is no such folder; make it first")
         self._path = path
@@ -219,8 +220,11 @@ class MetricsFile:
         return time.monotonic() - self._written >= INTERVAL_S
 
     def write(self, metrics: Metrics) -> None:
-        """Replaces the file."""
+        """Replaces the file. If that fails the run goes on: there is a warning, and another try when it is due."""
         from prometheus_client import write_to_textfile
 
-        write_to_textfile(self._path, _registry(metrics))
         self._written = time.monotonic()
+        try:
+            write_to_textfile(self._path, _registry(metrics))
+        except OSError as error:
+            logger.warning("the metrics file cannot be written: %s", error)

@@ -1,6 +1,7 @@
 """The seam between the model and the device: one set of functions, several implementations.
 
-`reference.py` is the specification in plain PyTorch; `cpu.py` (C++) and the Triton kernels (CUDA) expose the same functions.
+`reference.py` is the specification in plain PyTorch; `cpu.py` (C++) and the Triton kernels (CUDA) expose the
+same functions.
 Invariant: every implementation of a function gives the reference's result up to rounding, so nothing above
 this package knows which one runs. An engine holds one `Kernels` object and hands it to each module that
 needs it; nothing is global.

@@ -25,14 +25,6 @@ template <typename F> void for_dtype(const Tensor& x, const F& f) {
   TORCH_CHECK(false, "the CPU kernels take float32, bfloat16 or float16, not ", x.scalar_type());
 }
 
-bool has_amx() {
-#ifdef NANOAPC_AMX
-  return amx_available();
-#else
-  return false;
-#endif
-}
-
 // ---- linear ----
 
 // C blocks [2 groups of 16 outputs][16 tokens] -> out [token][output]
@@ -64,8 +56,7 @@ void store_outputs(const float* c, c10::BFloat16* out, int64_t stride, int64_t n
 }
 #endif
 
-// The threads take stripes of a few panels of 32 outputs; a stripe's weights stay in cache while it meets all tokens of
-// a chunk, a few column tiles at a time.
+// Threads take stripes of a few panels of 32 outputs; a stripe stays in cache while it meets all tokens of a chunk.
 template <typename Engine>
 void linear_rows(const Tensor& x, const Tensor& weight, const typename Engine::Element* bias, Tensor& out) {
   using T = typename Engine::Element;
@@ -112,7 +103,10 @@ void linear_rows(const Tensor& x, const Tensor& weight, const typename Engine::E
 
 // x [T, in], weight [outputs padded to 32, in padded to 32] -> [T, num_outputs]
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t num_outputs, bool amx) {
-  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.scalar_type() == weight.scalar_type(), "linear: x does not fit");
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.scalar_type() == weight.scalar_type() && weight.is_contiguous() &&
+                  weight.size(0) >= num_outputs && weight.size(0) % 32 == 0 &&
+                  (weight.size(1) == x.size(1) || (amx && weight.size(1) == (x.size(1) + 31) / 32 * 32)),
+              "linear: x ", x.sizes(), " does not fit the packed weight ", weight.sizes());
   Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   for_dtype(x, [&](auto zero) {
     using T = decltype(zero);
@@ -148,9 +142,7 @@ void attend(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, const 
       kv_cache.stride(1), num_heads, num_kv_heads, kv_cache.size(3), d, positions.const_data_ptr<int64_t>(),
       block_tables.const_data_ptr<int32_t>(), block_tables.size(1), static_cast<float>(scale),
       num_levels > 1 ? state.mutable_data_ptr<float>() : nullptr, last_level.data()};
-  struct Task {
-    int32_t tile, head, first, num;
-  };
+  struct Task { int32_t tile, head, first, num; };
   std::vector<Task> tasks;
   for (int64_t level = 0; level < num_levels; ++level) {
     tasks.clear();
@@ -210,14 +202,7 @@ template <typename T> void normalise(const float* x, const T* weight, int64_t n,
   }
 }
 
-template <typename T> void widen(const T* in, int64_t n, float* out) {
-  for (int64_t i = 0; i < n; i += LANES) store_some(out + i, load_some(in + i, n - i), n - i);
-}
-template <typename T> void narrow(const float* in, int64_t n, T* out) {
-  for (int64_t i = 0; i < n; i += LANES) store_some(out + i, load_some(in + i, n - i), n - i);
-}
-
-// residual undefined: plain norm; otherwise total receives x + residual
+// residual nullptr: plain norm; otherwise total receives x + residual
 void norm_rows(const Tensor& x, const Tensor* residual, const Tensor& weight, double eps, Tensor& out, Tensor* total) {
   TORCH_CHECK(x.is_contiguous() && (!residual || residual->is_contiguous()), "rms_norm: inputs must be contiguous");
   const int64_t n = x.size(-1), num_rows = n ? x.numel() / n : 0;
@@ -235,10 +220,10 @@ void norm_rows(const Tensor& x, const Tensor* residual, const Tensor& weight, do
           store_some(tp + j, sum, n - i);
         }
       } else {
-        widen(xp + row * n, n, wide);
+        convert(xp + row * n, n, wide);
       }
       normalise(wide, w, n, eps, wide);
-      narrow(wide, n, op + row * n);
+      convert(wide, n, op + row * n);
     });
   });
 }
@@ -288,7 +273,8 @@ Tensor rope_and_store(const Tensor& qkv, const Tensor& positions, const Tensor& 
   for_dtype(qkv, [&](auto zero) {
     using T = decltype(zero);
     const T* in = qkv.const_data_ptr<T>();
-    const T* norms[2] = {q_norm ? q_norm->const_data_ptr<T>() : nullptr, k_norm ? k_norm->const_data_ptr<T>() : nullptr};
+    auto weights = [](const auto& norm) { return norm ? norm->template const_data_ptr<T>() : nullptr; };
+    const T* norms[2] = {weights(q_norm), weights(k_norm)};
     T *qp = q.mutable_data_ptr<T>(), *cache = kv_cache.mutable_data_ptr<T>();
     for_rows(num_rows, qkv.size(1), [&](int64_t row) {
       float* x = scratch<float>(RESULT, 2 * d);
@@ -299,7 +285,7 @@ Tensor rope_and_store(const Tensor& qkv, const Tensor& positions, const Tensor& 
       for (int64_t head = 0; head < num_heads + hkv; ++head) {
         const bool is_key = head >= num_heads;
         if (is_key && !block) break;
-        widen(in + row * qkv.size(1) + head * d, d, x);
+        convert(in + row * qkv.size(1) + head * d, d, x);
         if (norms[is_key]) normalise(x, norms[is_key], d, eps, x);
         float* rotated = x + d;
         for (int64_t i = 0; i < half; i += LANES) {
@@ -309,7 +295,7 @@ Tensor rope_and_store(const Tensor& qkv, const Tensor& positions, const Tensor& 
           store_some(rotated + i, a * c - b * s, n);
           store_some(rotated + half + i, b * c + a * s, n);
         }
-        narrow(rotated, d, is_key ? block + (head - num_heads) * block_size * d : qp + (row * num_heads + head) * d);
+        convert(rotated, d, is_key ? block + (head - num_heads) * block_size * d : qp + (row * num_heads + head) * d);
       }
       for (int64_t head = 0; block && head < hkv; ++head)
         std::memcpy((void*)(block + kv_cache.stride(1) + head * block_size * d),
@@ -375,14 +361,12 @@ Tensor gumbel_argmax(const Tensor& logits, const Tensor& seeds, const Tensor& po
     for (uint32_t i = 0; i < LANES; ++i) lane[i] = i;
     float best = -INFINITY;
     out[row] = 0;
-    constexpr int64_t STRIDE = 8 * LANES;
-    for (int64_t first = 0; first < num_ids; first += STRIDE) {
-      const int64_t end = std::min(first + STRIDE, num_ids);
+    for (int64_t first = 0; first < num_ids; first += 8 * LANES) {
+      const int64_t end = std::min<int64_t>(first + 8 * LANES, num_ids);
       f32x16 bound = broadcast(-INFINITY);
       for (int64_t i = first; i < end; i += LANES) {
         const u32x16 hash = mix(mix(lane + uint32_t(i) + k0) ^ k1);
-        const f32x16 value = end - i >= LANES ? load(logit + i) : load_some(logit + i, end - i);
-        bound = max(value + noise_bound(hash), bound);
+        bound = max(load_some(logit + i, end - i) + noise_bound(hash), bound);
       }
       float highest = bound[0];
       for (int i = 1; i < LANES; ++i) highest = std::max(highest, bound[i]);
@@ -399,7 +383,7 @@ Tensor gumbel_argmax(const Tensor& logits, const Tensor& seeds, const Tensor& po
 }
 
 TORCH_LIBRARY(nanoapc_cpu, m) {
-  m.def("has_amx() -> bool", &has_amx);
+  m.def("has_amx() -> bool", &amx_available);
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs, bool amx) -> Tensor", &linear);
   m.def("attention(Tensor q, Tensor kv_cache, Tensor tiles, Tensor positions, Tensor block_tables, int[] level_starts, "
         "float scale, bool amx) -> Tensor", &attention);

@@ -38,8 +38,7 @@ template <typename Element> struct VectorValues {
   }
   static void accumulate(const T* const* v, int64_t n, int64_t d, const float* weights, int64_t num_tiles, float* acc) {
     float* values = scratch<float>(VALUES, SPAN * d);
-    for (int64_t i = 0; i < n; ++i)
-      for (int64_t j = 0; j < d; j += LANES) store_some(values + i * d + j, load_some(v[i] + j, d - j), d - j);
+    for (int64_t i = 0; i < n; ++i) convert(v[i], d, values + i * d);
     multiply_rows(values, 1, d, n, weights, SPAN * LANES, acc, acc_size(d), d, num_tiles, true);
   }
   static void read_column(const float* acc, int c, int64_t d, float* out) {

@@ -96,6 +96,9 @@ template <typename T> inline void store_some(T* p, f32x16 v, int64_t n) {
   store(buffer, v);
   std::memcpy((void*)p, buffer, n * sizeof(T));
 }
+template <typename From, typename To> inline void convert(const From* in, int64_t n, To* out) {
+  for (int64_t i = 0; i < n; i += LANES) store_some(out + i, load_some(in + i, n - i), n - i);
+}
 template <typename T> inline f32x16 round_to(f32x16 v) {  // v as it would be after a store as T
   if constexpr (std::is_same_v<T, float>) return v;
   if constexpr (std::is_same_v<T, c10::BFloat16>) return from_bf16(to_bf16(v));
@@ -181,7 +184,7 @@ constexpr int ROWS = 8;  // rows of A whose sums live in registers together, for
 constexpr int ROWS = 4;
 #endif
 
-// c[r][16 columns] (+)= sum over k of a[r * row_stride + k * k_stride] * b[k][16 columns], for R rows and N column tiles
+// c[r][16 columns] (+)= sum over k of a[r * row_stride + k * k_stride] * b[k][16 columns]; R rows, N column tiles
 template <int R, int N>
 inline void multiply_block(const float* a, int64_t row_stride, int64_t k_stride, int64_t num_k, const float* b,
                            int64_t b_stride, float* c, int64_t c_stride, bool add) {
@@ -242,9 +245,7 @@ template <typename T> struct VectorEngine {
         a = groups[g];
       } else {
         float* converted = scratch<float>(CONVERTED, LANES * k);
-        for (int r = 0; r < LANES; ++r)
-          for (int64_t i = 0; i < k; i += LANES)
-            store_some(converted + r * k + i, load_some(groups[g] + r * row_stride + i, k - i), k - i);
+        for (int r = 0; r < LANES; ++r) convert(groups[g] + r * row_stride, k, converted + r * k);
         a = converted;
         stride = k;
       }
@@ -255,12 +256,16 @@ template <typename T> struct VectorEngine {
 
 // ---- the AMX engine: bfloat16 products, float32 sums ----
 
-#ifdef NANOAPC_AMX
-
 inline bool amx_available() {  // Linux gives a process the tile registers only when it asks
+#ifdef NANOAPC_AMX
   static const bool granted = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* XTILEDATA */) == 0;
   return granted;
+#else
+  return false;
+#endif
 }
+
+#ifdef NANOAPC_AMX
 
 // r[i] lane j <-> r[j] lane i, lanes of 32 bits
 inline void transpose(__m512i* r) {

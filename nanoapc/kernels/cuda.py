@@ -13,15 +13,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoapc.kernels.triton_attention import (
-    PROGRAMS_PER_SM,
-    AttentionWork,
-    Shape,
-    attention_shape,
-    launch_attention,
-)
+from nanoapc.kernels.triton_attention import AttentionWork, Shape, attention_shape, launch_attention
 from nanoapc.kernels.triton_elementwise import copy_blocks, fixed_linear, rms_norm, rope_and_store, silu_and_mul
 from nanoapc.kernels.triton_sampling import gumbel_argmax
+
+PROGRAMS_PER_SM = 8
+"""Long KV ranges are split until this many programs of the longest part's length would fill the card."""
 
 if TYPE_CHECKING:
     from nanoapc.engine.attention_plan import AttentionPlan
@@ -65,37 +62,30 @@ class TritonKernels:
 
     def attention(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         """q [T, H, D], kv_cache [NB, 2, Hkv, B, D] -> [T, H, D]."""
-        (num_heads, head_dim), num_kv_heads = q.shape[1:], kv_cache.shape[2]
         if self._prepared is None or self._prepared[0] is not plan:
-            self.prepare(plan, num_heads, num_kv_heads, head_dim, q.dtype)
+            self.prepare(q, kv_cache, plan)
         assert self._prepared is not None
-        shapes = self._shapes(num_heads // num_kv_heads, head_dim, q.dtype)
-        return launch_attention(q.contiguous(), kv_cache, plan, self._prepared[1], scale, shapes)
+        return launch_attention(q.contiguous(), kv_cache, plan, self._prepared[1], scale, self._shapes(q, kv_cache))
 
     def prepare(
-        self,
-        plan: AttentionPlan,
-        num_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        dtype: torch.dtype,
-        capacity: tuple[int, int, int] | None = None,
+        self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, capacity: tuple[int, ...] | None = None
     ) -> AttentionWork:
-        """Cuts a plan for `attention`, which does so itself when it meets a plan other than the last.
+        """Cuts a plan for `attention`, which does so itself when it meets a plan that is not the last one.
 
-        To capture a graph, give the capacity and keep the result; before a replay, put the step's arrays into the
-        plan's tensors and its tiles into `AttentionWork.refill`.
+        To capture a graph, give a capacity (see `AttentionWork`) and keep the result. Before a replay, fill the plan's
+        tensors with the step's arrays and call the work's `refill` with its tiles. Of q and kv_cache only shapes count.
         """
-        group = num_heads // num_kv_heads
-        wide_rows = self._shapes(group, head_dim, dtype)[1].rows
-        work = AttentionWork.build(plan, (group, wide_rows, self.num_sms * PROGRAMS_PER_SM / num_kv_heads), capacity)
+        num_kv_heads = kv_cache.shape[2]
+        max_programs = self.num_sms * PROGRAMS_PER_SM / num_kv_heads
+        cutting = (q.shape[1] // num_kv_heads, self._shapes(q, kv_cache)[1].rows, max_programs)
+        work = AttentionWork.build(plan, cutting, capacity)
         self._prepared = plan, work
         return work
 
-    def _shapes(self, group: int, head_dim: int, dtype: torch.dtype) -> tuple[Shape, Shape]:
+    def _shapes(self, q: Tensor, kv_cache: Tensor) -> tuple[Shape, Shape]:
         """For narrow items and for wide ones."""
-        wide = attention_shape(True, dtype, head_dim, group, self.capability)
-        return (wide if self.deterministic else attention_shape(False, dtype, head_dim, group, self.capability)), wide
+        about = (q.dtype, q.shape[2], q.shape[1] // kv_cache.shape[2], self.capability)
+        return attention_shape(self.deterministic, *about), attention_shape(True, *about)
 
 
 def cuda_kernels(device: torch.device, deterministic: bool = False) -> TritonKernels:

@@ -41,8 +41,7 @@ ITEM_COLUMNS = 8
 NARROW_ROWS = 16
 """Matrix rows of the narrow shape, the fewest that tensor cores take."""
 
-PROGRAMS_PER_SM = 8
-"""Ranges are split until this many programs of the longest part's length would fill the card."""
+LOG2_E = 1.4426950408889634
 
 
 class Shape(NamedTuple):
@@ -70,13 +69,15 @@ _SHAPES = {
     (True, 2, 128): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 3)),
     (True, 2, 256): (Shape(64, 32, 8, 3), Shape(64, 64, 8, 2)),
     (True, 4, 64): (Shape(64, 32, 8, 2), Shape(64, 32, 8, 2)),
-    (True, 4, 128): (Shape(64, 32, 8, 2), Shape(64, 32, 8, 2)),
+    (True, 4, 128): (Shape(32, 32, 8, 2), Shape(32, 32, 8, 2)),
     (True, 4, 256): (Shape(32, 16, 8, 2), Shape(32, 16, 8, 2)),
 }
 
 
 def attention_shape(wide: bool, dtype: torch.dtype, head_dim: int, group: int, capability: int) -> Shape:
     """The shape for a device of compute capability 8.0 (80) or 9.0 (90) and up; all heads of a group fit in."""
+    if head_dim > 256:
+        raise ValueError(f"head_dim {head_dim}: the CUDA kernels take at most 256; run this model on the CPU")
     shape = _SHAPES[wide, dtype.itemsize, max(64, triton.next_power_of_2(head_dim))][capability >= 90]
     return shape._replace(rows=max(shape.rows, triton.next_power_of_2(group)))
 
@@ -86,43 +87,50 @@ def attention_shape(wide: bool, dtype: torch.dtype, head_dim: int, group: int, c
 
 @dataclass(frozen=True)
 class AttentionWork:
-    """A plan cut into items, on the device, in places of fixed number so that a captured graph can replay.
+    """A plan cut into items, on the device, in fixed numbers of places so that a captured graph can replay.
 
-    buffer      int32: narrow items, wide items [.., ITEM_COLUMNS], first_part [rows + 1]; a row that is folded from
-                parts owns the parts first_part[row] ... first_part[row + 1] - 1
-    capacity    (narrow items, wide items, parts); the parts are the scratch memory's partial states of one head
+    buffer      int32: narrow items, wide items [.., ITEM_COLUMNS], first_part [rows + 1], merged rows. A row that is
+                merged owns the parts first_part[row] ... first_part[row + 1] - 1.
+    capacity    (narrow items, wide items, merged rows, parts); the scratch memory has the last's partial states
     cutting     (group, wide_rows, max_programs) of `cut_tiles`
     """
 
     buffer: Tensor
-    capacity: tuple[int, int, int]
+    capacity: tuple[int, ...]
     cutting: tuple[int, int, float]
 
     @classmethod
     def build(
-        cls, plan: AttentionPlan, cutting: tuple[int, int, float], capacity: tuple[int, int, int] | None = None
+        cls, plan: AttentionPlan, cutting: tuple[int, int, float], capacity: tuple[int, ...] | None = None
     ) -> AttentionWork:
-        """The work of a plan, with as many places as it takes or as `capacity` gives. ValueError: too few."""
+        """The work of a plan, with the places that `capacity` gives or just enough. ValueError: too few."""
         cut = cut_tiles(plan.host_tiles, *cutting)
-        if capacity is None:
-            capacity = (len(cut[0]), len(cut[1]), int(cut[2][-1]))
-        num_items = (capacity[0] + capacity[1]) * ITEM_COLUMNS
-        buffer = torch.empty(num_items + len(plan.positions) + 1, dtype=torch.int32, device=plan.positions.device)
-        work = cls(buffer, capacity, cutting)
-        if not work.refill(plan.host_tiles):
-            raise ValueError(f"the plan needs more than {capacity} narrow items, wide items and parts: raise them")
+        needed = (len(cut[0]), len(cut[1]), int(np.count_nonzero(np.diff(cut[2]))), int(cut[2][-1]))
+        capacity = capacity or needed
+        size = (capacity[0] + capacity[1]) * ITEM_COLUMNS + len(plan.positions) + 1 + capacity[2]
+        work = cls(torch.empty(size, dtype=torch.int32, device=plan.positions.device), capacity, cutting)
+        if not work._put(*cut):
+            raise ValueError(f"the plan needs {needed} narrow items, wide items, merged rows, parts; not {capacity}")
         return work
 
     def refill(self, tiles: np.ndarray) -> bool:
         """Takes in another plan of at most as many rows; False, and nothing has changed, where it does not fit."""
-        narrow, wide, first_part = cut_tiles(tiles, *self.cutting)
-        if any(np.array([len(narrow), len(wide), first_part[-1]]) > self.capacity):
+        return self._put(*cut_tiles(tiles, *self.cutting))
+
+    def sections(self) -> list[int]:
+        """Where wide items, first_part and merged rows start in the buffer."""
+        narrow, wide, merged, _ = self.capacity
+        return [narrow * ITEM_COLUMNS, (narrow + wide) * ITEM_COLUMNS, len(self.buffer) - merged]
+
+    def _put(self, narrow: np.ndarray, wide: np.ndarray, first_part: np.ndarray) -> bool:
+        merged = np.flatnonzero(np.diff(first_part))
+        if any(n > most for n, most in zip((len(narrow), len(wide), len(merged), first_part[-1]), self.capacity)):
             return False
         packed = np.zeros(len(self.buffer), np.int32)
-        views = np.split(packed, np.cumsum(self.capacity[:2]) * ITEM_COLUMNS)
-        views[0][: narrow.size], views[1][: wide.size] = narrow.ravel(), wide.ravel()
-        views[2][:] = first_part[-1]  # rows that this plan lacks have no parts
-        views[2][: len(first_part)] = first_part
+        places = np.split(packed, self.sections())
+        places[2][:], places[3][:] = first_part[-1], -1  # rows that this plan lacks have no parts
+        for place, values in zip(places, (narrow.ravel(), wide.ravel(), first_part, merged)):
+            place[: len(values)] = values
         self.buffer.copy_(torch.from_numpy(packed))
         return True
 
@@ -157,10 +165,9 @@ def cut_tiles(
     groups = -(-count // rows_per_item)
     longest = max(1, int((groups * spans)[~in_one_go].sum() // max_programs))
     first = np.minimum(spans, longest)
-    first_of_row = np.zeros(num_rows, np.int64)
     is_root = start == 0
-    roots = is_root[tile_of]
-    first_of_row[row_of[roots]] = first[tile_of[roots]]
+    first_of_row = np.zeros(num_rows, np.int64)
+    np.maximum.at(first_of_row, row_of, np.where(is_root, first, 0)[tile_of])
     num_parts = -(-end[last] // SPAN) - first_of_row + 1
     num_parts[(num_parts == 1) & is_root[last] | in_one_go[last]] = 0
     first_part = np.concatenate([[0], np.cumsum(num_parts)])
@@ -192,7 +199,7 @@ def cut_tiles(
 
 @triton.jit
 def _fold(peak, mass, acc, next_peak, next_mass, next_acc):
-    """A state with what follows folded in. fma, because of two products a compiler may pick either one to fuse."""
+    """A state with what follows folded in. With fma: left to the compiler, two kernels could round differently."""
     new_peak = tl.maximum(peak, next_peak)
     top = tl.where(new_peak == float("-inf"), 0.0, new_peak)  # nothing seen yet: mass and acc stay 0
     scale, next_scale = tl.exp2(peak - top), tl.exp2(next_peak - top)
@@ -279,65 +286,48 @@ def attend_kernel(
 
 
 @triton.jit
-def merge_kernel(out, part_acc, part_sums, first_part, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
-    """Folds the parts of one row (program axis 0) and head (axis 1); rows without parts have their result."""
-    row, head, num_heads = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    first, end = tl.load(first_part + row).to(tl.int64), tl.load(first_part + row + 1).to(tl.int64)
-    if first == end:
+def merge_kernel(out, part_acc, part_sums, first_part, merged, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
+    """Folds the parts of one of the merged rows (program axis 0) and head (axis 1)."""
+    row, head, num_heads = tl.load(merged + tl.program_id(0)), tl.program_id(1), tl.num_programs(1)
+    if row < 0:  # a place that this step does not use
         return
-    dim = tl.arange(0, PADDED_DIM)
-    one = tl.arange(0, 1)
+    first, end = tl.load(first_part + row).to(tl.int64), tl.load(first_part + row + 1).to(tl.int64)
+    one, dim = tl.arange(0, 1), tl.arange(0, PADDED_DIM)[None, :]
     peak = tl.full([1], float("-inf"), tl.float32)
     mass = tl.zeros([1], tl.float32)
     acc = tl.zeros([1, PADDED_DIM], tl.float32)
-    for part in tl.range(first, end):
+    for part in tl.range(first, end, num_stages=4):
         place = part * num_heads + head + one
         part_peak, part_mass = tl.load(part_sums + 2 * place), tl.load(part_sums + 2 * place + 1)
-        values = tl.load(part_acc + place[:, None] * HEAD_DIM + dim[None, :], mask=(dim < HEAD_DIM)[None, :], other=0.0)
+        values = tl.load(part_acc + place[:, None] * HEAD_DIM + dim, mask=dim < HEAD_DIM, other=0.0)
         peak, mass, acc = _fold(peak, mass, acc, part_peak, part_mass, values)
-    place = row * num_heads + head + one
+    place = row.to(tl.int64) * num_heads + head + one
     result = (acc / mass[:, None]).to(out.dtype.element_ty)
-    tl.store(out + place[:, None] * HEAD_DIM + dim[None, :], result, mask=(dim < HEAD_DIM)[None, :])
+    tl.store(out + place[:, None] * HEAD_DIM + dim, result, mask=dim < HEAD_DIM)
 
 
 def launch_attention(
-    q: Tensor,
-    kv_cache: Tensor,
-    plan: AttentionPlan,
-    work: AttentionWork,
-    scale: float,
-    shapes: tuple[Shape, Shape],
+    q: Tensor, kv_cache: Tensor, plan: AttentionPlan, work: AttentionWork, scale: float, shapes: tuple[Shape, Shape]
 ) -> Tensor:
     """q [T, H, D], kv_cache [NB, 2, Hkv, B, D] -> [T, H, D]; shapes for narrow and for wide items."""
-    num_rows, num_heads, head_dim = q.shape
+    num_heads, head_dim = q.shape[1:]
     num_kv_heads, block_size = kv_cache.shape[2:4]
     padded = max(16, triton.next_power_of_2(head_dim))
     out = torch.empty_like(q)
-    num_narrow, num_wide, num_parts = work.capacity
-    sizes = [num_narrow * ITEM_COLUMNS, num_wide * ITEM_COLUMNS]
-    narrow, wide, first_part = work.buffer.split([*sizes, len(work.buffer) - sum(sizes)])
+    *num_items, num_merged, num_parts = work.capacity
+    *items, first_part, merged = work.buffer.tensor_split(work.sections())
     part_acc = q.new_empty((num_parts, num_heads, head_dim), dtype=torch.float32)
     part_sums = q.new_empty((num_parts, num_heads, 2), dtype=torch.float32)
-    for items, num_items, shape in ((narrow, num_narrow, shapes[0]), (wide, num_wide, shapes[1])):
-        if num_items:
-            attend_kernel[num_items, num_kv_heads](
-                *(q, kv_cache, out, part_acc, part_sums, items, first_part, plan.positions, plan.block_tables),
-                plan.block_tables.stride(0),
-                *kv_cache.stride()[:3],
-                scale * 1.4426950408889634,
-                GROUP=num_heads // num_kv_heads,
-                HEAD_DIM=head_dim,
-                BLOCK_SIZE=block_size,
-                SPAN=SPAN,
-                ROWS=shape.rows,
-                POSITIONS=shape.positions,
-                PADDED_DIM=padded,
-                PRECISION="ieee" if q.dtype is torch.float32 else None,
+    for n, some, shape in zip(num_items, items, shapes):
+        if n:
+            attend_kernel[n, num_kv_heads](
+                *(q, kv_cache, out, part_acc, part_sums, some, first_part, plan.positions, plan.block_tables),
+                *(plan.block_tables.stride(0), *kv_cache.stride()[:3], scale * LOG2_E),
+                *(num_heads // num_kv_heads, head_dim, block_size, SPAN, shape.rows, shape.positions, padded),
+                "ieee" if q.dtype is torch.float32 else None,
                 num_warps=shape.warps,
                 num_stages=shape.stages,
             )
-    if num_parts:
-        merge_kernel[num_rows, num_heads](
-            out, part_acc, part_sums, first_part, HEAD_DIM=head_dim, PADDED_DIM=padded, num_warps=1
-        )
+    if num_merged:
+        merge_kernel[num_merged, num_heads](out, part_acc, part_sums, first_part, merged, head_dim, padded, num_warps=1)
     return out

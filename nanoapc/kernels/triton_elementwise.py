@@ -39,8 +39,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> 
         block = triton.next_power_of_2(size)
         _norm_kernel[num_rows,](
             *(x, x if residual is None else residual.contiguous(), weight, out, total, size, eps),
-            HAS_RESIDUAL=residual is not None,
-            BLOCK=block,
+            *(residual is not None, block),
             num_warps=min(max(block // 512, 1), 16),  # 16 elements a thread: two 16-byte loads in flight
         )
     return out, total
@@ -64,7 +63,7 @@ def silu_and_mul(gate_up: Tensor) -> Tensor:
     out = gate_up.new_empty(num_rows, size)
     if num_rows:
         grid = (num_rows, triton.cdiv(size, 1024))
-        _silu_and_mul_kernel[grid](gate_up.contiguous(), out, size, BLOCK=1024, num_warps=4)
+        _silu_and_mul_kernel[grid](gate_up.contiguous(), out, size, 1024, num_warps=4)
     return out
 
 
@@ -120,15 +119,9 @@ def _rope_and_store_kernel(
 
 
 def rope_and_store(
-    qkv: Tensor,
-    positions: Tensor,
-    cos_sin: Tensor,
-    q_norm: Tensor | None,
-    k_norm: Tensor | None,
-    eps: float,
-    kv_cache: Tensor,
-    slots: Tensor,
-) -> Tensor:
+    qkv: Tensor, positions: Tensor, cos_sin: Tensor, q_norm: Tensor | None, k_norm: Tensor | None, eps: float,
+    kv_cache: Tensor, slots: Tensor,
+) -> Tensor:  # fmt: skip
     """Norms and rotates q and k, writes K and V to their slots, returns q [T, H, D]; see `Kernels`."""
     num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
     num_rows, num_heads = qkv.shape[0], qkv.shape[1] // head_dim - 2 * num_kv_heads
@@ -140,14 +133,7 @@ def rope_and_store(
             *(qkv.contiguous(), positions, cos_sin),
             *(qkv if q_norm is None else q_norm, qkv if k_norm is None else k_norm),
             *(eps, kv_cache, slots, out, *kv_cache.stride()[:3]),
-            NUM_HEADS=num_heads,
-            NUM_KV_HEADS=num_kv_heads,
-            HEAD_DIM=head_dim,
-            BLOCK_SIZE=block_size,
-            NORM_Q=q_norm is not None,
-            NORM_K=k_norm is not None,
-            HEADS=heads,
-            HALF=half,
+            *(num_heads, num_kv_heads, head_dim, block_size, q_norm is not None, k_norm is not None, heads, half),
             num_warps=4,
         )
     return out
@@ -167,12 +153,9 @@ def copy_blocks(kv_memory: Tensor, copies: Sequence[tuple[int, int, int]]) -> No
     """kv_memory [NB, L, 2, Hkv, B, D] contiguous; (source, destination, num_tokens), as if one after the other."""
     block_numel, (block_size, head_dim) = kv_memory[0].numel(), kv_memory.shape[-2:]
     for group in _independent(copies):
+        numbers = torch.tensor(group, device=kv_memory.device)
         _copy_kernel[triton.cdiv(block_numel, 2048), len(group)](
-            *(kv_memory, torch.tensor(group, device=kv_memory.device), block_numel),
-            EXTENT=block_size * head_dim,
-            HEAD_DIM=head_dim,
-            BLOCK=2048,
-            num_warps=4,
+            kv_memory, numbers, block_numel, block_size * head_dim, head_dim, 2048, num_warps=4
         )
 
 
@@ -191,7 +174,7 @@ def _independent(copies: Sequence[tuple[int, int, int]]) -> list[list[tuple[int,
     return groups
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x, weight, bias, out, num_rows, num_outputs, num_inputs,
     HAS_BIAS: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, INPUTS: tl.constexpr, PRECISION: tl.constexpr,
@@ -230,12 +213,8 @@ def fixed_linear(weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tens
         if len(x):
             _linear_kernel[triton.cdiv(len(x), 64), triton.cdiv(num_outputs, outputs)](
                 *(x.contiguous(), weight, weight if bias is None else bias, out, len(x), num_outputs, num_inputs),
-                HAS_BIAS=bias is not None,
-                ROWS=64,
-                OUTPUTS=outputs,
-                INPUTS=32 if is_float32 else 64,
-                PRECISION="ieee" if is_float32 else None,
-                num_warps=4,
+                *(bias is not None, 64, outputs, 32 if is_float32 else 64, "ieee" if is_float32 else None),
+                num_warps=8 if outputs == 128 else 4,
                 num_stages=4,
             )
         return out

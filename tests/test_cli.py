@@ -1,0 +1,146 @@
+"""The command line: options, exit codes, what goes to which stream."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from batch_helpers import by_id, completion, encode, read_results, write_lines
+from llm_helpers import DEFAULTS
+
+import nanoapc.cli
+from nanoapc.batch_file import BatchSummary, StoppedBySignal
+from nanoapc.config import EngineConfig
+
+ENGINE = [f"--{name.replace('_', '-')}={value}" for name, value in DEFAULTS.items()]
+
+
+def main(*arguments: Any) -> int:
+    """Runs run-batch in this process; returns the exit code, argparse's too."""
+    try:
+        return nanoapc.cli.main(["run-batch", *map(str, arguments)])
+    except SystemExit as end:
+        return int(end.code or 0)
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    """Two lines, one of them bad."""
+    return write_lines(tmp_path / "in.jsonl", [completion("a"), completion("bad", top_p=3)])
+
+
+def test_python_dash_m_answers_a_file_and_says_what_it_did(tmp_path: Path, model_dir: Path, source: Path) -> None:
+    command = [sys.executable, "-m", "nanoapc", "run-batch", "-i", source, "-o", tmp_path / "out.jsonl"]
+    done = subprocess.run([*command, "--model", model_dir, *ENGINE], capture_output=True, text=True, check=False)
+    assert done.returncode == 1, done.stderr
+    assert set(by_id(read_results(tmp_path / "out.jsonl"))) == {"a", "bad"}
+    assert "1 of 2 lines answered, 1 failed" in done.stderr and "2/2" in done.stderr and done.stdout == ""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["-o", "{tmp}/out.jsonl"], 1),
+        (["-o", "{tmp}/out.jsonl", "--error-file", "{tmp}/errors.jsonl", "--ordered"], 1),
+        ([], 2),
+        (["-o", "{tmp}/in.jsonl"], 2),
+        (["-o", "{tmp}/no/out.jsonl"], 2),
+        (["-o", "{tmp}/out.jsonl", "--max-num-seqs", "many"], 2),
+        (["-o", "{tmp}/out.jsonl", "--max-num-seqs", "0"], 2),
+        (["-o", "{tmp}/out.jsonl", "--max-num-sequences", "4"], 2),
+        (["-o", "{tmp}/out.jsonl", "--model", "{tmp}"], 2),
+        (["-o", "{tmp}/out.jsonl", "-i", "{tmp}/none.jsonl"], 2),
+        (["--dry-run"], 1),
+        (["-h"], 0),
+    ],
+)
+def test_exit_codes(
+    tmp_path: Path, model_dir: Path, source: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], code: int
+) -> None:
+    arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    assert main("-i", source, "--model", model_dir, *ENGINE, *arguments) == code
+    out, err = capfd.readouterr()
+    if code == 2:
+        assert "error: " in err and "Traceback" not in err and out == ""
+        assert not (tmp_path / "out.jsonl").exists() or (tmp_path / "out.jsonl").read_bytes() == b""
+
+
+def test_all_lines_answered_is_zero_and_an_empty_file_says_so(
+    tmp_path: Path, model_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [completion("a")])
+    options = ["-i", source, "--model", model_dir, *ENGINE, "--quiet"]
+    assert main("-o", tmp_path / "out.jsonl", *options) == 0
+    assert capfd.readouterr() == ("", "")
+    source.write_bytes(b"\n")
+    assert main("-o", tmp_path / "empty.jsonl", *options) == 0
+    assert "has no requests" in capfd.readouterr().err and (tmp_path / "empty.jsonl").read_bytes() == b""
+
+
+def test_a_dash_is_standard_input_and_output(
+    model_dir: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    lines = io.BytesIO(encode(completion("a")) + b"\n" + encode(completion("b")) + b"\n")
+    read_end, write_end = os.pipe()
+    os.write(write_end, lines.getvalue())
+    os.close(write_end)
+    with open(read_end) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        assert main("-i", "-", "-o", "-", "--model", model_dir, *ENGINE) == 0
+    out, err = capfd.readouterr()
+    assert {json.loads(line)["custom_id"] for line in out.splitlines()} == {"a", "b"} and "2 of 2" in err
+
+
+def test_a_dry_run_prints_the_forest_and_the_bad_lines(
+    model_dir: Path, source: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main("-i", source, "--dry-run", "--quiet", "--model", model_dir, *ENGINE) == 1
+    out, err = capfd.readouterr()
+    assert out.startswith("2 lines, 1 with errors; ") and "planned hit rate" in out
+    assert "line 2 (bad): top_p=3" in err
+
+
+def test_every_engine_option_is_there_with_its_meaning(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given: dict[str, Any] = {}
+    arguments: list[str] = []
+    for field in dataclasses.fields(EngineConfig):
+        flag, kind = "--" + field.name.replace("_", "-"), str(field.type).removesuffix(" | None")
+        if kind == "bool":
+            given[field.name] = not field.default
+            arguments.append(flag if given[field.name] else "--no" + flag[1:])
+        else:
+            given[field.name] = {"int": 3, "float": 0.5}.get(kind, "text")
+            arguments += [flag, str(given[field.name])]
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        nanoapc.cli, "run_batch", lambda *args, **options: seen.append((args, options)) or BatchSummary()
+    )
+    assert main("-i", "x", "-o", "y", *arguments, "--served-model-name", "m", "--served-model-name", "n") == 0
+    ((args, options),) = seen
+    assert args == ("x", "y", given.pop("model"))
+    assert options.pop("served_model_names") == ["m", "n"]
+    assert {name: value for name, value in options.items() if name in given} == given
+    assert main("-i", "x", "-o", "y", "--model", "m") == 0
+    assert seen[1][1].keys().isdisjoint(given)  # what is not given keeps the default of EngineConfig
+    capfd.readouterr()
+    main("-h")
+    text = " ".join(capfd.readouterr().out.split())
+    assert "tokens a KV block. (default: 16)" in text and "--no-enable-prefix-caching" in text
+
+
+def test_a_signal_shows_in_the_exit_code(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def stopped(*args: Any, **options: Any) -> None:
+        raise StoppedBySignal(15)
+
+    monkeypatch.setattr(nanoapc.cli, "run_batch", stopped)
+    assert main("-i", "x", "-o", "y", "--model", "m") == 143
+    assert "stopped by SIGTERM" in capfd.readouterr().err
