@@ -73,8 +73,7 @@ class WorkloadMaker:
         """Nothing shared: lengths uniform in the given ranges (the shape of nano-vLLM's benchmark)."""
         a = self.args
         requests = [
-            (self.ids(self.rng.randint(*a.input_len)), self.rng.randint(*a.output_len))
-            for _ in range(a.num_requests)
+            (self.ids(self.rng.randint(*a.input_len)), self.rng.randint(*a.output_len)) for _ in range(a.num_requests)
         ]
         return Workload("random", [requests])
 
@@ -100,9 +99,7 @@ class WorkloadMaker:
         """Conversations of several turns: each resends its history."""
         a = self.args
         conversations = max(a.num_requests // 4, 1)
-        rounds = [
-            [(self.ids(a.turn_len), a.shared_output_len) for _ in range(conversations)] for _ in range(a.turns)
-        ]
+        rounds = [[(self.ids(a.turn_len), a.shared_output_len) for _ in range(conversations)] for _ in range(a.turns)]
         return Workload("chat", rounds, conversation=True)
 
     def single(self) -> Workload:
@@ -268,7 +265,9 @@ class Report:
     def add(self, **row: Any) -> None:
         """Prints a row and keeps it."""
         if not self.rows:
-            print(f"{'workload':10} {'engine':14} {'seconds':>9} {'output tok/s':>13} {'total tok/s':>12} {'cached':>7}")
+            print(
+                f"{'workload':10} {'engine':14} {'seconds':>9} {'output tok/s':>13} {'total tok/s':>12} {'cached':>7}"
+            )
         total = (row["prompt_tokens"] + row["output_tokens"]) / row["seconds"]
         row["output_tok_s"] = round(row["output_tokens"] / row["seconds"], 1)
         cached = f"{row['cached_tokens'] / row['prompt_tokens']:.0%}" if "cached_tokens" in row else "-"

@@ -38,7 +38,9 @@ class EngineConfig:
     prefix_caching_hash_algo: how a block's key is made (see `engine/block_hash.py`).
     schedule_policy: "prefix" runs a batch in the order of its prefix tree, "fcfs" in the order given.
     enable_forest_attention: read a shared prefix once for all rows that share it.
-    enforce_eager: no CUDA graphs.
+    deterministic: the same bits whatever the batch, on CUDA, too; costs time there (see `kernels/cuda.py`). On the CPU
+        it is so in any case.
+    enforce_eager: accepted as in vLLM; every step is eager as yet, with or without it.
     metrics_file: keep the metrics in this file, in Prometheus' text format (see `engine/metrics.py`).
     trace: write what happens to every block to this file, one JSON line a step (see `engine/events.py`).
     load_format: "auto" reads the weights, "dummy" makes random ones (only config.json is needed).
@@ -62,6 +64,7 @@ class EngineConfig:
     prefix_caching_hash_algo: str = "xxhash"
     schedule_policy: str = "prefix"
     enable_forest_attention: bool = True
+    deterministic: bool = False
     enforce_eager: bool = False
     metrics_file: str | None = None
     trace: str | None = None

@@ -132,7 +132,7 @@ class InputProcessor:
         return self.tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else []
 
     def check_token_ids(self, token_ids: Any, name: str) -> np.ndarray:
-        """token ids -> [n] int32; ValueError if one is no whole number, outside the vocabulary, or they are too many."""
+        """token ids -> [n] int32; ValueError if one is not whole or outside the vocabulary, or if too many."""
         ids = token_ids.tolist() if hasattr(token_ids, "tolist") else list(token_ids)
         if not ids:
             raise ValueError(f"{name} is empty (no token ids); give it at least one token")
@@ -145,8 +145,8 @@ class InputProcessor:
             raise ValueError(f"{name} has the token id {bad}, outside the model's vocabulary 0..{self.vocab_size - 1}")
         if len(ids) >= self.max_model_len:
             raise ValueError(
-                f"{name} has {len(ids)} tokens; with room for one output token max_model_len={self.max_model_len} allows "
-                f"{self.max_model_len - 1}; shorten it or raise max_model_len"
+                f"{name} has {len(ids)} tokens; with room for one output token max_model_len={self.max_model_len} "
+                f"allows {self.max_model_len - 1}; shorten it or raise max_model_len"
             )
         return np.asarray(ids, np.int32)
 
@@ -227,7 +227,9 @@ def _parse(prompt: PromptType, index: int) -> tuple[str | Sequence[int], str | N
         return prompt, None, b""
     for key in prompt:
         if key not in KNOWN_KEYS:
-            raise ValueError(f"prompt {index} has {key!r}, which is not supported; known: {', '.join(sorted(KNOWN_KEYS))}")
+            raise ValueError(
+                f"prompt {index} has {key!r}, which is not supported; known: {', '.join(sorted(KNOWN_KEYS))}"
+            )
     text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
     if text is None and token_ids is None:
         raise ValueError(f"prompt {index} has neither 'prompt' nor 'prompt_token_ids'; give it one of them")

@@ -92,7 +92,9 @@ class LLM:
             ValueError: a prompt or a parameter does not work (it names the index); nothing has run then.
         """
         if lora_request is not None:
-            raise ValueError(f"lora_request={lora_request!r}: LoRA adapters are not supported; merge it into the weights")
+            raise ValueError(
+                f"lora_request={lora_request!r}: LoRA adapters are not supported; merge it into the weights"
+            )
         raw = as_prompt_list(prompts)
         params = pair_params(raw, sampling_params, SamplingParams())
         self._verify(params)
@@ -163,7 +165,7 @@ class LLM:
         everything before it has been yielded.
         """
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            pairs: Iterable[Any] = zip(prompts, repeat(sampling_params or SamplingParams()))  # noqa: B905
+            pairs: Iterable[Any] = zip(prompts, repeat(sampling_params or SamplingParams()))
         else:
             pairs = zip(prompts, sampling_params, strict=True)
         call = _Call()
@@ -185,9 +187,7 @@ class LLM:
                     yield []
                 raise error
 
-    def _window(
-        self, window: list[Any], index: int, call: _Call
-    ) -> tuple[list[Request], BaseException | None]:
+    def _window(self, window: list[Any], index: int, call: _Call) -> tuple[list[Request], BaseException | None]:
         requests: list[Request] = []
         try:
             return self._requests(window, index, call), None
@@ -207,9 +207,7 @@ class LLM:
         prompts, params = [p for p, _ in window], [s for _, s in window]
         self._verify(pair_params(prompts, params, SamplingParams(), index), index)
         ready = self.inputs.prompts(prompts, index)
-        return [
-            Request("", index + i, *pair, call=call) for i, pair in enumerate(zip(ready, params, strict=True))
-        ]
+        return [Request("", index + i, *pair, call=call) for i, pair in enumerate(zip(ready, params, strict=True))]
 
     # -- step by step ------------------------------------------------------------------------------------
 
@@ -222,7 +220,7 @@ class LLM:
             return request.request_id
 
     def step(self) -> list[RequestOutput]:
-        """Runs one step for everything queued; returns the outputs of `add_request` requests finished since the last."""
+        """Runs one step for everything queued; returns the outputs of `add_request` finished since the last."""
         with self._lock:
             self._step(self._steps)
             finished = list(self._steps.finished)

@@ -66,14 +66,15 @@ def partition_by_prefix(dataset: ray.data.Dataset, num_partitions: int, column: 
     """The dataset in the order of its prefixes, in num_partitions blocks (a few for each worker are best).
 
     `column` holds texts, lists of token ids or conversations. Give `map_batches` batch_size=None, so that a block
-    goes to one worker as a whole.
+    goes to one worker as a whole. The sorted dataset stays in Ray's object store, which spills to disk.
     """
 
     def add_key(batch: dict[str, np.ndarray]) -> dict[str, Any]:
         return batch | {KEY: [prefix_key(_plain(value)).hex() for value in batch[column]]}
 
     keyed = dataset.repartition(num_partitions).map_batches(add_key)
-    return keyed.sort(KEY).drop_columns([KEY])
+    # Sorted before the workers start: they would take the CPUs that sorting needs.
+    return keyed.sort(KEY).drop_columns([KEY]).materialize()
 
 
 def _plain(value: Any) -> Any:

@@ -303,7 +303,7 @@ def kill_loop(tmp_path: Path, model_dir: Path, num_kills: int, seed: int) -> Non
         size = target.stat().st_size if target.exists() else 0
         goal = size + rng.randrange(int(2.0 * whole.stat().st_size / num_kills))
         while process.is_alive() and not (target.exists() and target.stat().st_size > goal):
-            time.sleep(0.0005)
+            time.sleep(0.001)
         time.sleep(rng.random() * 0.01)
         num_interrupted += process.is_alive()
         process.kill()

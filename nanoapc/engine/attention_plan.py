@@ -107,9 +107,7 @@ class AttentionPlanner:
             self._tiles, self._key = tiles, (key, len(counts))
         return tiles, self._level_starts
 
-    def _own_tiles(
-        self, starts: np.ndarray, counts: np.ndarray, depth: np.ndarray, level: np.ndarray
-    ) -> np.ndarray:
+    def _own_tiles(self, starts: np.ndarray, counts: np.ndarray, depth: np.ndarray, level: np.ndarray) -> np.ndarray:
         """What each sequence reads for itself: from where its shared part ends to each row group's last position."""
         limit = self.max_tile_rows
         per_sequence = -(-counts // limit)
@@ -152,9 +150,7 @@ class AttentionPlanner:
 
     def _split(self, row: int, end: int, table: int, first: int, last: int, level: int) -> list[tuple[int, ...]]:
         limit = self.max_tile_rows
-        return [
-            (r, min(limit, end - r), table, first * SPAN, last * SPAN, level) for r in range(row, end, limit)
-        ]
+        return [(r, min(limit, end - r), table, first * SPAN, last * SPAN, level) for r in range(row, end, limit)]
 
     def _common_spans(self, block_tables: np.ndarray, starts: np.ndarray) -> np.ndarray:
         """[num - 1] whole spans that neighbours have in common and that all rows of both see entirely."""

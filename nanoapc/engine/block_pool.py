@@ -49,7 +49,7 @@ class Prefix:
     cached: the children that a block holds, sorted by label; None before the first.
     """
 
-    __slots__ = ("parent", "label", "key", "same_key", "blocks", "num_children", "cached")
+    __slots__ = ("blocks", "cached", "key", "label", "num_children", "parent", "same_key")
 
     def __init__(self, parent: Prefix | None, label: bytes, key: bytes):
         self.parent = parent
@@ -69,7 +69,7 @@ class Prefix:
 class Block:
     """A physical block. `filled_step`: the step that fills (or filled) it once it has a prefix."""
 
-    __slots__ = ("block_id", "ref_count", "prefix", "filled_step", "queue", "previous", "next")
+    __slots__ = ("block_id", "filled_step", "next", "prefix", "previous", "queue", "ref_count")
 
     def __init__(self, block_id: int):
         self.block_id = block_id

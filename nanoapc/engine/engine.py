@@ -70,7 +70,7 @@ class Engine:
 
     def _build(self, directory: str, log_events: bool) -> None:
         config, model_config = self.config, self.model_config
-        kernels = select_kernels(self.device)
+        kernels = select_kernels(self.device, config.deterministic)
         model = load_model(
             directory,
             model_config,
@@ -82,7 +82,9 @@ class Engine:
         )
         num_blocks = count_blocks(config, model_config, self.dtype, self.device, self.max_model_len)
         size = block_bytes(model_config, self.dtype, config.block_size)
-        logger.info("KV cache: %d blocks of %d tokens, %.0f MiB", num_blocks, config.block_size, num_blocks * size / 2**20)
+        logger.info(
+            "KV cache: %d blocks of %d tokens, %.0f MiB", num_blocks, config.block_size, num_blocks * size / 2**20
+        )
         hasher = BlockHasher(config.prefix_caching_hash_algo)
         self.events = self._make_events(directory, num_blocks) if config.trace or log_events else None
         self.manager = BlockManager(num_blocks, config.block_size, hasher, config.enable_prefix_caching, self.events)

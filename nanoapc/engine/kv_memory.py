@@ -51,7 +51,7 @@ def count_blocks(
     if count < needed:
         raise ValueError(
             f"max_model_len={max_model_len} needs {needed} KV blocks of {config.block_size} tokens "
-            f"({needed * size / 2**20:.1f} MiB), but {source} gives {count} blocks = {count * config.block_size} tokens "
+            f"({needed * size / 2**20:.1f} MiB), but {source} gives {count} blocks, {count * config.block_size} tokens "
             f"({count * size / 2**20:.1f} MiB); lower max_model_len to at most {count * config.block_size} or give the "
             "cache more (num_kv_blocks, kv_cache_memory"
             + (", gpu_memory_utilization)" if device.type == "cuda" else ")")

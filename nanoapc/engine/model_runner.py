@@ -130,9 +130,7 @@ class ModelRunner:
     def _enter_prompt_logprobs(self, batch: StepBatch, hidden: torch.Tensor) -> None:
         """For sequences that ask: the logprob of each prompt token under the row before it."""
         first = 0
-        for seq, start, count in zip(
-            batch.sequences, batch.starts.tolist(), batch.counts.tolist(), strict=True
-        ):
+        for seq, start, count in zip(batch.sequences, batch.starts.tolist(), batch.counts.tolist(), strict=True):
             if seq.params.prompt_logprobs is not None and start < seq.num_prompt_tokens - 1:
                 last = min(start + count, seq.num_prompt_tokens - 1)
                 self._score(seq, hidden[first : first + last - start], start)

@@ -139,9 +139,7 @@ class SequenceTable:
         self.num_blocks[row] = 0
         self.first_writable[row] = first_writable
         self.length_limit[row] = seq.num_prompt_tokens + seq.max_tokens
-        self.eos_after[row] = (
-            self.NEVER if seq.params.ignore_eos else seq.num_prompt_tokens + seq.params.min_tokens
-        )
+        self.eos_after[row] = self.NEVER if seq.params.ignore_eos else seq.num_prompt_tokens + seq.params.min_tokens
         self.needs_every_token[row] = seq.needs_every_token
         self.sync_blocks(seq)
         return row

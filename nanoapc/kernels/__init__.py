@@ -17,6 +17,7 @@ NB blocks, L layers, V vocabulary. KV memory is block-major, so that a block is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -83,9 +84,15 @@ class Kernels(Protocol):
         ...
 
 
-def select_kernels(device: torch.device) -> Kernels:
-    """The implementation for a device, the fastest that works there."""
+def select_kernels(device: torch.device, deterministic: bool = False) -> Kernels:
+    """The implementation for a device, the fastest that works there; `deterministic` matters on CUDA, see there."""
     from nanoapc.kernels.cpu import cpu_kernels
     from nanoapc.kernels.reference import ReferenceKernels
 
-    return cpu_kernels() if device.type == "cpu" else ReferenceKernels()
+    if device.type == "cpu":
+        return cpu_kernels()
+    if device.type == "cuda" and find_spec("triton"):
+        from nanoapc.kernels.cuda import cuda_kernels
+
+        return cuda_kernels(device, deterministic)
+    return ReferenceKernels()

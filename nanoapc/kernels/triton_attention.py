@@ -53,24 +53,16 @@ class Shape(NamedTuple):
     stages: int
 
 
-# (wide, bytes of an element, padded head size) -> shape on sm_80 (163 KiB of shared memory), on sm_90 (227 KiB).
+# Padded head size (0: float32 of any) -> narrow; wide on sm_80 (163 KiB of shared memory), on sm_90 (227 KiB).
 # Narrow (decode) is bound by reading K and V: few rows, two programs or more on a multiprocessor, their tiles of K
 # and V in flight. Wide (prefill, shared prefixes) is bound by the matrix unit: 128 rows use a tile of K 128 times; the
 # state is there twice (span and row), so a head of 256 has to halve the tile to stay in the registers.
-# Wide items of float32 are for checking, not for speed: small tiles, no spills.
+# float32 is for checking, not for speed: exact products, no matrix unit, tiles that fit every head.
 _SHAPES = {
-    (False, 2, 64): (Shape(NARROW_ROWS, 64, 4, 4), Shape(NARROW_ROWS, 64, 4, 4)),
-    (False, 2, 128): (Shape(NARROW_ROWS, 64, 4, 3), Shape(NARROW_ROWS, 64, 4, 3)),
-    (False, 2, 256): (Shape(NARROW_ROWS, 32, 4, 3), Shape(NARROW_ROWS, 32, 4, 3)),
-    (False, 4, 64): (Shape(NARROW_ROWS, 32, 4, 3), Shape(NARROW_ROWS, 32, 4, 3)),
-    (False, 4, 128): (Shape(NARROW_ROWS, 32, 4, 3), Shape(NARROW_ROWS, 32, 4, 3)),
-    (False, 4, 256): (Shape(NARROW_ROWS, 16, 4, 3), Shape(NARROW_ROWS, 16, 4, 3)),
-    (True, 2, 64): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 3)),
-    (True, 2, 128): (Shape(128, 64, 8, 3), Shape(128, 64, 8, 3)),
-    (True, 2, 256): (Shape(64, 32, 8, 3), Shape(64, 64, 8, 2)),
-    (True, 4, 64): (Shape(64, 32, 8, 2), Shape(64, 32, 8, 2)),
-    (True, 4, 128): (Shape(32, 32, 8, 2), Shape(32, 32, 8, 2)),
-    (True, 4, 256): (Shape(32, 16, 8, 2), Shape(32, 16, 8, 2)),
+    64: (Shape(NARROW_ROWS, 64, 4, 4), Shape(128, 64, 8, 3), Shape(128, 64, 8, 3)),
+    128: (Shape(NARROW_ROWS, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 64, 8, 3)),
+    256: (Shape(NARROW_ROWS, 32, 4, 3), Shape(64, 32, 8, 3), Shape(64, 64, 8, 2)),
+    0: (Shape(NARROW_ROWS, 16, 4, 3), Shape(32, 16, 8, 2), Shape(32, 16, 8, 2)),
 }
 
 
@@ -78,7 +70,8 @@ def attention_shape(wide: bool, dtype: torch.dtype, head_dim: int, group: int, c
     """The shape for a device of compute capability 8.0 (80) or 9.0 (90) and up; all heads of a group fit in."""
     if head_dim > 256:
         raise ValueError(f"head_dim {head_dim}: the CUDA kernels take at most 256; run this model on the CPU")
-    shape = _SHAPES[wide, dtype.itemsize, max(64, triton.next_power_of_2(head_dim))][capability >= 90]
+    shapes = _SHAPES[0 if dtype is torch.float32 else max(64, triton.next_power_of_2(head_dim))]
+    shape = shapes[wide * (1 + (capability >= 90))]
     return shape._replace(rows=max(shape.rows, triton.next_power_of_2(group)))
 
 
@@ -173,7 +166,7 @@ def cut_tiles(
     first_part = np.concatenate([[0], np.cumsum(num_parts)])
     # Items: for each tile its parts, for each part its groups of rows.
     first[in_one_go] = spans[in_one_go] = -(-end[in_one_go] // SPAN)
-    start[in_one_go], is_root[in_one_go] = 0, True
+    is_root |= in_one_go
     parts = np.where(is_root, spans - first + 1, spans)
     of = np.repeat(np.arange(len(tiles)), parts * groups)
     index = np.arange(len(of)) - np.repeat(np.cumsum(parts * groups) - parts * groups, parts * groups)
