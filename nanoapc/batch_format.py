@@ -95,9 +95,8 @@ def parse_line(number: int, data: bytes) -> RequestLine:
         fields = _json_object(data, f"line {number}")
         custom_id = fields.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
-            raise LineError(
-                f"line {number} has custom_id {_short(custom_id)}; it must be a non-empty text", "custom_id"
-            )
+            message = f"line {number} has custom_id {_short(custom_id)}; it must be a non-empty text"
+            raise LineError(message, "custom_id")
         line.custom_id = custom_id
         asked = [fields.get(name) for name in ("custom_id", "method", "url", "body")]
         line.digest = _digest(json.dumps(asked, sort_keys=True).encode())
@@ -175,6 +174,8 @@ class RequestReader:
         except ValueError as error:  # the messages of SamplingParams begin with the parameter's name
             name = str(error).replace("=", " ").split(" ")[0]
             line.error = LineError(str(error), name if name in FIELDS[line.url] else None)
+        except RecursionError:
+            line.error = LineError(f"line {line.number} is nested too deeply")
 
     def _check(self, line: RequestLine) -> None:
         body = line.body

@@ -178,6 +178,15 @@ def test_text_parts_and_template_fields_reach_the_template(tmp_path: Path, llm: 
     assert body(found["template"])["usage"]["prompt_tokens"] == len(expected.prompt_token_ids)
 
 
+def test_arguments_of_tool_calls_reach_the_template_parsed(tmp_path: Path, llm: LLM) -> None:
+    function = {"name": "weather", "arguments": '{"city": "York"}'}
+    call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
+    template = "{{ messages[0].tool_calls[0].function.arguments.city }}"
+    (result,) = run(tmp_path, llm, [chat("a", messages=[call], chat_template=template)])[0]
+    expected = llm.generate("York", greedy(4, ignore_eos=False), use_tqdm=False)[0]
+    assert body(result)["choices"][0]["message"]["content"] == expected.outputs[0].text
+
+
 # -- errors --------------------------------------------------------------------------------------------------
 
 
@@ -343,6 +352,22 @@ def test_a_line_without_end_is_an_error_line_and_not_held(tmp_path: Path, llm: L
     assert {result["custom_id"] for result in results if result["error"] is None} == {"a", "b"}
     (error,) = [error_of(result) for result in results if result["error"]]
     assert "line 2 is longer than 64 MiB" in error["message"]
+
+
+def test_nesting_of_any_depth_is_an_error_line(tmp_path: Path, llm: LLM) -> None:
+    """Around the depth where Python gives up, where reading, writing and printing of a value each may fail."""
+    lines: list[Any] = [completion("good")]
+    for depth in (*range(100, 1000, 9), 5000, 100_000):
+        deep = "[" * depth + "]" * depth
+        for name in ("unknown", "stop", "logit_bias", "prompt", "messages"):
+            line = (chat if name == "messages" else completion)(f"{name} {depth}", **{name: 0})
+            lines.append(encode(line).replace(f'"{name}": 0'.encode(), f'"{name}": {deep}'.encode()))
+        lines.append(f'{{"custom_id": {deep}}}'.encode())
+        lines.append(f'{{"custom_id": "m {depth}", "method": {deep}, "url": "x", "body": {{}}}}'.encode())
+    results, summary = run(tmp_path, llm, lines)
+    assert len(results) == len(lines) and summary.done == 1
+    for result in results:
+        assert result["custom_id"] == "good" or error_of(result)
 
 
 # -- anything at all -----------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ from torch import Tensor
 
 GPU = torch.cuda.is_available()
 if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are imported
+    os.environ["TRITON_INTERPRET"] = "1"  # read when triton and the kernels are imported: this must come first
 triton = pytest.importorskip("triton")
 
 from nanoapc.engine.attention_plan import SPAN, AttentionPlan, AttentionPlanner  # noqa: E402
