@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from tiny_models import make_tiny_model
 
 from nanoapc import LLM
 
+if not torch.cuda.is_available():  # Triton looks once, when something imports it (transformers may)
+    os.environ["TRITON_INTERPRET"] = "1"
 torch.set_num_threads(1)  # tiny tensors: a second thread only costs
 transformers.utils.logging.disable_progress_bar()
 

@@ -7,7 +7,6 @@ run on it, and the CPU keeps the reference.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
@@ -20,10 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-GPU = torch.cuda.is_available()
-if not GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # read when triton and the kernels are imported: this must come first
-triton = pytest.importorskip("triton")
+pytest.importorskip("triton")
 
 from nanoapc.engine.attention_plan import SPAN, AttentionPlan, AttentionPlanner  # noqa: E402
 from nanoapc.kernels import Kernels  # noqa: E402
@@ -31,6 +27,7 @@ from nanoapc.kernels.cuda import TritonKernels, cuda_kernels  # noqa: E402
 from nanoapc.kernels.triton_attention import NARROW_ROWS, AttentionWork, cut_tiles  # noqa: E402
 from nanoapc.kernels.triton_elementwise import _independent  # noqa: E402
 
+GPU = torch.cuda.is_available()  # if not, conftest.py has chosen Triton's interpreter
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 pytestmark = pytest.mark.filterwarnings("ignore:.*(encountered in|FP_FUSION).*")
 

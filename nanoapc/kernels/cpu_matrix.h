@@ -384,6 +384,8 @@ struct AmxEngine {
     const int64_t tile = packed_size(k), steps = (k + 31) / 32;
     for (int64_t g = 0; g < num_groups; g += 2) {
       const bool two = g + 1 < num_groups;
+      for (int64_t next = g + 2; next < std::min(g + 4, num_groups); ++next)  // keys lie in pages of their own
+        for (int64_t i = 0; i < LANES * row_stride; i += 32) __builtin_prefetch(groups[next] + i);
       for (int64_t t = 0; t < num_tiles; t += 2) {
         const bool pair = t + 1 < num_tiles;
         auto* block = two ? (pair ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)
