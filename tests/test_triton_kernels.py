@@ -21,11 +21,11 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from nanoapc.engine.attention_plan import SPAN, AttentionPlan, AttentionPlanner  # noqa: E402
-from nanoapc.kernels import Kernels  # noqa: E402
-from nanoapc.kernels.cuda import TritonKernels, cuda_kernels  # noqa: E402
-from nanoapc.kernels.triton_attention import NARROW_ROWS, AttentionWork, cut_tiles  # noqa: E402
-from nanoapc.kernels.triton_elementwise import _independent  # noqa: E402
+from nanoapc.engine.attention_plan import SPAN, AttentionPlan, AttentionPlanner
+from nanoapc.kernels import Kernels
+from nanoapc.kernels.cuda import TritonKernels, cuda_kernels
+from nanoapc.kernels.triton_attention import NARROW_ROWS, AttentionWork, cut_tiles
+from nanoapc.kernels.triton_elementwise import _independent
 
 GPU = torch.cuda.is_available()  # if not, conftest.py has chosen Triton's interpreter
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]

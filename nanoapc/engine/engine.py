@@ -101,7 +101,7 @@ class Engine:
             model,
             kernels,
             Sampler(kernels, self.num_valid_ids),
-            AttentionPlanner(config.block_size, share=config.enable_forest_attention),
+            AttentionPlanner(config.block_size, kernels.max_tile_rows, share=config.enable_forest_attention),
             allocate(num_blocks, model_config, self.dtype, config.block_size, self.device),
         )
 

@@ -58,7 +58,7 @@ class StepBatch:
 
     @property
     def phase(self) -> str:
-        """"prefill", "decode" or "mixed"."""
+        """ "prefill", "decode" or "mixed"."""
         if self.num_decodes == 0:
             return "prefill"
         return "decode" if self.num_decodes == len(self.counts) else "mixed"

@@ -30,9 +30,13 @@ PackedLinear = Callable[[Tensor], Tensor]
 
 
 class Kernels(Protocol):
-    """The functions that a device has to offer. All arguments are explicit; tensors live on the device."""
+    """The functions that a device has to offer. All arguments are explicit; tensors live on the device.
+
+    max_tile_rows: how many rows a tile of an AttentionPlan should have at most.
+    """
 
     name: str
+    max_tile_rows: int
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
         """weight [out, in], bias [out] -> a function from x [T, in] to [T, out] that owns (its form of) the weight."""

@@ -53,6 +53,7 @@ class CpuKernels:
     """
 
     name = "cpu"
+    max_tile_rows = 128
 
     def __init__(self, matrix_unit: bool = True):
         load_library()

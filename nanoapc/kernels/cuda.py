@@ -35,6 +35,7 @@ class TritonKernels:
     """
 
     name = "triton"
+    max_tile_rows = 1 << 20  # `cut_tiles` cuts them to the shapes it has
 
     def __init__(self, capability: int = 80, num_sms: int = 108, deterministic: bool = False):
         self.capability = capability

@@ -38,6 +38,7 @@ class ReferenceKernels:
     """Plain PyTorch on any device; see the protocol `Kernels` for shapes and dtypes."""
 
     name = "reference"
+    max_tile_rows = 128
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """weight [out, in], bias [out] -> a function from x [T, in] to [T, out]."""
