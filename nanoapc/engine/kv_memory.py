@@ -49,10 +49,11 @@ def count_blocks(
         useful = config.max_num_seqs * (needed + 1) if device.type == "cpu" else 2**62
         count, source = min(max(free, 0) // size, useful), f"{free / 2**20:.0f} MiB of free memory"
     if count < needed:
+        most = count * config.block_size
         raise ValueError(
             f"max_model_len={max_model_len} needs {needed} KV blocks of {config.block_size} tokens "
-            f"({needed * size / 2**20:.1f} MiB), but {source} gives {count} blocks, {count * config.block_size} tokens "
-            f"({count * size / 2**20:.1f} MiB); lower max_model_len to at most {count * config.block_size} or give the "
+            f"({needed * size / 2**20:.1f} MiB), but {source} gives {count} blocks = {most} tokens "
+            f"({count * size / 2**20:.1f} MiB); lower max_model_len to at most {most} or give the "
             "cache more (num_kv_blocks, kv_cache_memory"
             + (", gpu_memory_utilization)" if device.type == "cuda" else ")")
         )
