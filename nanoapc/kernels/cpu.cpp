@@ -144,13 +144,20 @@ void attend(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, const 
       num_levels > 1 ? state.mutable_data_ptr<float>() : nullptr, last_level.data()};
   struct Task { int32_t tile, head, first, num; };
   std::vector<Task> tasks;
+  const int32_t group = static_cast<int32_t>(num_heads / num_kv_heads);
   for (int64_t level = 0; level < num_levels; ++level) {
+    int64_t total = 0;
+    for (int64_t i = level_starts[level]; i < level_starts[level + 1]; ++i)
+      total += tile[i * TILE_SIZE + NUM_ROWS] * num_heads;
+    // A few tasks for each thread, also where one prefix is all there is.
+    const int64_t share = total / (4 * at::get_num_threads()) / LANES * LANES;
+    const int32_t limit = static_cast<int32_t>(std::clamp<int64_t>(share, 2 * LANES, MAX_COLUMNS));
     tasks.clear();
     for (int64_t i = level_starts[level]; i < level_starts[level + 1]; ++i) {
-      const int32_t columns = tile[i * TILE_SIZE + NUM_ROWS] * int32_t(num_heads / num_kv_heads);
+      const int32_t columns = tile[i * TILE_SIZE + NUM_ROWS] * group;
       for (int32_t head = 0; head < num_kv_heads; ++head)
-        for (int32_t first = 0; first < columns; first += MAX_COLUMNS)
-          tasks.push_back({int32_t(i), head, first, std::min<int32_t>(MAX_COLUMNS, columns - first)});
+        for (int32_t first = 0; first < columns; first += limit)
+          tasks.push_back({int32_t(i), head, first, std::min<int32_t>(limit, columns - first)});
     }
     for_each(tasks.size(), 1, [&](auto&& take) {
       typename Values::Engine::Session session;
