@@ -11,7 +11,6 @@ step for everybody and puts finished outputs where their callers find them.
 from __future__ import annotations
 
 import os
-import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
@@ -27,6 +26,7 @@ from nanoapc.engine.metrics import Metrics
 from nanoapc.engine.prefix_order import prefix_order
 from nanoapc.engine.request import Request, make_output
 from nanoapc.engine.sequence import Sequence as EngineSequence
+from nanoapc.fair_lock import FairLock
 from nanoapc.inputs import InputProcessor, PromptType, as_conversations, as_prompt_list, groups, pair_params
 from nanoapc.outputs import RequestOutput
 from nanoapc.sampling_params import SamplingParams
@@ -66,7 +66,7 @@ class LLM:
         self.inputs = InputProcessor(
             self.engine.tokenizer, self.engine.model_config.vocab_size, self.engine.max_model_len
         )
-        self._lock = threading.RLock()
+        self._lock = FairLock()
         self._calls: list[_Call] = []
         self._steps = _Call()
 

@@ -350,7 +350,7 @@ class TestThreads:
             except BaseException as error:
                 failures.append(error)
 
-        llm.add_request(random_ids(5), greedy(60))
+        llm.add_request(random_ids(5), greedy(400))  # it must not end before `step` below has its turn
         thread = threading.Thread(target=consume)
         thread.start()
         while not (llm._calls and llm._calls[0].pending):
