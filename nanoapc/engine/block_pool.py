@@ -207,7 +207,9 @@ class BlockPool:
     def take(self, num_blocks: int) -> list[Block]:
         """The next free blocks, evicted from the index if they were cached; their ref_count becomes 1."""
         num_plain = min(num_blocks, len(self.free))
-        blocks = self.free.pop_left(num_plain) + self.spared.pop_left(num_blocks - num_plain)
+        blocks = self.free.pop_left(num_plain)
+        if num_plain < num_blocks:
+            blocks += self.spared.pop_left(num_blocks - num_plain)
         for block in blocks:
             block.ref_count = 1
             if block.prefix is not None:

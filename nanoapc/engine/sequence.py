@@ -146,10 +146,12 @@ class SequenceTable:
 
     def sync_blocks(self, seq: Sequence) -> None:
         """Enters the blocks that the sequence has got since the last call."""
-        known = self.num_blocks[seq.row]
-        new = [block.block_id for block in seq.blocks[known:]]
-        self.block_table[seq.row, known : known + len(new)] = new
-        self.num_blocks[seq.row] = len(seq.blocks)
+        row, known, total = seq.row, int(self.num_blocks[seq.row]), len(seq.blocks)
+        if total == known + 1:  # as in decode, where it has to be quick
+            self.block_table[row, known] = seq.blocks[known].block_id
+        else:
+            self.block_table[row, known:total] = [block.block_id for block in seq.blocks[known:]]
+        self.num_blocks[row] = total
 
     def remove(self, seq: Sequence) -> None:
         """Takes the row back; the sequence gets its output tokens."""
