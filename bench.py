@@ -279,6 +279,15 @@ class Report:
         self.rows.append(row)
 
 
+def alternate(engines: dict[str, Any], workload: Workload, repeat: int) -> dict[str, dict[str, float]]:
+    """Runs a workload `repeat` times through each engine, in turn; the median run of each."""
+    runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+    for _ in range(repeat):
+        for name, engine in engines.items():
+            runs[name].append(engine.run(workload))
+    return {name: sorted(of, key=lambda run: run["seconds"])[len(of) // 2] for name, of in runs.items()}
+
+
 def compare(args: argparse.Namespace, workloads: list[Workload]) -> Report:
     """Runs the workloads through nanoapc and the engine to compare with, alternating; the median run of each."""
     engines: dict[str, Any] = {"nanoapc": NanoApc(args)}
@@ -286,15 +295,11 @@ def compare(args: argparse.Namespace, workloads: list[Workload]) -> Report:
         engines[args.compare] = {"transformers": Transformers, "vllm": Vllm}[args.compare](args)
     report = Report()
     for workload in workloads:
-        runs: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
-        for _ in range(args.repeat):
-            for name, engine in engines.items():
-                runs[name].append(engine.run(workload))
-        for name, results in runs.items():
-            middle = sorted(results, key=lambda r: r["seconds"])[len(results) // 2]
+        runs = alternate(engines, workload, args.repeat)
+        for name, middle in runs.items():
             report.add(workload=workload.name, engine=name, **middle)
         if len(engines) > 1:
-            mine, other = (statistics.median(r["seconds"] for r in results) for results in runs.values())
+            mine, other = (middle["seconds"] for middle in runs.values())
             print(f"{'':10} nanoapc takes {mine / other:.2f}x the time of {args.compare}")
     return report
 
@@ -304,14 +309,11 @@ def sweep(args: argparse.Namespace, vocab_size: int) -> Report:
     engines = {"forest": NanoApc(args), "plain": NanoApc(args, enable_forest_attention=False)}
     report = Report()
     for group in (4, 16, 32):
-        for shared_len in (0, 256, 1024, 2048):
+        for shared_len in (0, 256, 1024, 1792):
             args.num_requests, args.shared_len = group, shared_len
             workload = WorkloadMaker(args, vocab_size).make("shared")
-            for name, engine in engines.items():
-                runs = [engine.run(workload) for _ in range(args.repeat)]
-                middle = sorted(runs, key=lambda r: r["seconds"])[len(runs) // 2]
-                label = f"{group}x{shared_len}"
-                report.add(workload=label, engine=name, group=group, shared_len=shared_len, **middle)
+            for name, middle in alternate(engines, workload, args.repeat).items():
+                report.add(workload=f"{group}x{shared_len}", engine=name, group=group, shared_len=shared_len, **middle)
     return report
 
 
