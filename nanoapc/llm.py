@@ -27,7 +27,7 @@ from nanoapc.engine.prefix_order import prefix_order
 from nanoapc.engine.request import Request, make_output
 from nanoapc.engine.sequence import Sequence as EngineSequence
 from nanoapc.fair_lock import FairLock
-from nanoapc.inputs import InputProcessor, PromptType, as_conversations, as_prompt_list, groups, pair_params
+from nanoapc.inputs import PromptType, as_conversations, as_prompt_list, groups, pair_params
 from nanoapc.outputs import RequestOutput
 from nanoapc.sampling_params import SamplingParams
 
@@ -63,9 +63,7 @@ class LLM:
 
     def __init__(self, model: str | os.PathLike[str], **arguments: Any):
         self.engine = Engine(EngineConfig.from_arguments(model, **arguments))
-        self.inputs = InputProcessor(
-            self.engine.tokenizer, self.engine.model_config.vocab_size, self.engine.max_model_len
-        )
+        self.inputs = self.engine.inputs
         self._lock = FairLock()
         self._calls: list[_Call] = []
         self._steps = _Call()
@@ -302,7 +300,7 @@ class LLM:
                 continue
             checked.add(id(item))
             try:
-                item.verify(self.engine.num_valid_ids, self.engine.tokenizer is not None)
+                item.verify(self.inputs.num_valid_ids, self.engine.tokenizer is not None)
                 if item.bad_words:
                     item.bad_words_ids(self.engine.tokenizer)
             except ValueError as error:

@@ -128,12 +128,12 @@ class TestHostTime:
 
     def test_penalties_and_detokenizing_do_not_slow_down(self, long_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
         tokenizer, decoded, built, penalised = long_llm.engine.tokenizer, [], 0, []
-        build, flat = SamplingRows.build, SamplingRows.flat
+        build, flat = SamplingRows.__init__, SamplingRows.flat
 
-        def count_build(*arguments: Any) -> SamplingRows:
+        def count_build(*arguments: Any) -> None:
             nonlocal built
             built += 1
-            return build(*arguments)
+            build(*arguments)
 
         def count_flat(self: SamplingRows, rows: Any) -> torch.Tensor:
             penalised.append(sum(len(ids) for _, ids in rows))
@@ -143,7 +143,7 @@ class TestHostTime:
             decoded.append(len(ids))
             return tiny_tokenizer().decode(ids, **options)
 
-        monkeypatch.setattr(SamplingRows, "build", count_build)
+        monkeypatch.setattr(SamplingRows, "__init__", count_build)
         monkeypatch.setattr(SamplingRows, "flat", count_flat)
         long_llm.engine.tokenizer = SimpleNamespace(decode=decode, encode=tokenizer.encode)
         params = SamplingParams(

@@ -38,7 +38,7 @@ def sample(logits, rows, positions=0, num_valid_ids=None):
     """SampledTokens of rows with these logits [n, V] (or [V] for all)."""
     logits = torch.as_tensor(logits, dtype=torch.float32).expand(len(rows), -1)
     num_valid_ids = num_valid_ids or logits.shape[1]
-    batch = SamplingRows.build([(r.params, r.state, r.seed) for r in rows], num_valid_ids)
+    batch = SamplingRows([(r.params, r.state, r.seed) for r in rows], num_valid_ids)
     batch.positions = torch.as_tensor(positions).expand(len(rows))
     return Sampler(ReferenceKernels(), num_valid_ids).forward(logits, batch)
 
@@ -51,7 +51,7 @@ def draws(logits, params, count=4000):
 def edited(logits, row):
     """The row's logits [V] after bias, bans and penalties."""
     logits = torch.as_tensor(logits, dtype=torch.float32)[None]
-    return SamplingRows.build([(row.params, row.state, 0)], logits.shape[1]).edit(logits)[0].tolist()
+    return SamplingRows([(row.params, row.state, 0)], logits.shape[1]).edit(logits)[0].tolist()
 
 
 def some_params(rng):
@@ -346,7 +346,7 @@ def test_stop_tokens_are_suppressed_until_min_tokens():
     for ignore_eos, ids in ((False, [1, 1, 3]), (True, [3, 3, 3])):
         params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[2], ignore_eos=ignore_eos)
         row = Row(params, eos=[3])
-        batch = SamplingRows.build([(row.params, row.state, 0)], 4)
+        batch = SamplingRows([(row.params, row.state, 0)], 4)
         batch.positions = torch.zeros(1, dtype=torch.int64)
         found = []
         for _ in ids:
@@ -361,7 +361,7 @@ def test_ids_outside_the_vocabulary_touch_no_other_row():
     )
     logits = torch.ones(2, 8)
     rows = [Row(params, prompt=[8, 15], output=[8], eos=[10], bad_words=[(11,)]), Row(GREEDY)]
-    batch = SamplingRows.build([(r.params, r.state, 0) for r in rows], 8)
+    batch = SamplingRows([(r.params, r.state, 0) for r in rows], 8)
     assert torch.equal(batch.edit(logits), logits)
 
 
@@ -454,7 +454,7 @@ def test_a_row_with_nothing_left_is_an_error():
 
 def test_counts_are_kept_up_not_counted_again_and_survive_a_new_batch():
     row = Row(SamplingParams(frequency_penalty=0.5, repetition_penalty=1.5), prompt=[1])
-    batch = SamplingRows.build([(row.params, row.state, 0)], 300)
+    batch = SamplingRows([(row.params, row.state, 0)], 300)
     logits = torch.ones(1, 300)
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, 300, 4000).tolist()
@@ -467,5 +467,5 @@ def test_counts_are_kept_up_not_counted_again_and_survive_a_new_batch():
     counts = np.bincount(tokens, minlength=300)
     expected = np.where(counts + (np.arange(300) == 1) > 0, 1 / np.float32(1.5), 1) - 0.5 * counts
     assert kept_up[0].numpy() == pytest.approx(expected, abs=1e-3)
-    assert torch.equal(kept_up, SamplingRows.build([(row.params, row.state, 0)], 300).edit(logits))
+    assert torch.equal(kept_up, SamplingRows([(row.params, row.state, 0)], 300).edit(logits))
     assert np.median(seconds[3500:]) < 2 * np.median(seconds[250:750]) + 1e-4

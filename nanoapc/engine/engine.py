@@ -28,6 +28,7 @@ from nanoapc.engine.request import Request, make_sequences
 from nanoapc.engine.scheduler import Scheduler
 from nanoapc.engine.sequence import Sequence
 from nanoapc.engine.step_batch import StepBatch
+from nanoapc.inputs import InputProcessor
 from nanoapc.kernels import select_kernels
 from nanoapc.layers.sampler import Sampler
 from nanoapc.models.checkpoint import resolve_model
@@ -45,7 +46,7 @@ class Engine:
     Attributes:
         config, model_config, tokenizer, dtype, device, max_model_len
         manager, scheduler, runner
-        num_valid_ids: token ids below it can be emitted.
+        inputs: makes prompts for this model.
         phases: the steps so far, by phase ("prefill", "decode", "mixed").
         dead: None, or why the engine cannot run any more.
     """
@@ -60,8 +61,7 @@ class Engine:
         self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         self.max_model_len = resolve_max_model_len(config, self.model_config)
         self.tokenizer = load_tokenizer(config, str(directory))
-        vocab_size = self.model_config.vocab_size
-        self.num_valid_ids = min(len(self.tokenizer), vocab_size) if self.tokenizer is not None else vocab_size
+        self.inputs = InputProcessor(self.tokenizer, self.model_config.vocab_size, self.max_model_len)
         self.dead: str | None = None
         self._num_requests = 0
         self._num_sequences = 0
@@ -100,7 +100,7 @@ class Engine:
         self.runner = ModelRunner(
             model,
             kernels,
-            Sampler(kernels, self.num_valid_ids),
+            Sampler(kernels, self.inputs.num_valid_ids),
             AttentionPlanner(config.block_size, kernels.max_tile_rows, share=config.enable_forest_attention),
             allocate(num_blocks, model_config, self.dtype, config.block_size, self.device),
         )

@@ -99,15 +99,15 @@ class ModelRunner:
 
     def _sampling_rows(self, batch: StepBatch) -> SamplingRows:
         """The rows' parameters; kept while the same sequences sample in the same order."""
-        named = batch.key is not None and len(batch.samples) == len(batch.counts)
-        if named and self._rows is not None and self._rows[0] == batch.key:
+        key = batch.key if len(batch.samples) == len(batch.counts) else None
+        if key is not None and self._rows is not None and self._rows[0] == key:
             return self._rows[1]
-        rows = SamplingRows.build(
+        rows = SamplingRows(
             [(seq.params, seq.sampler_state, seq.seed) for seq in batch.sampled],
             self.sampler.num_valid_ids,
             self.device,
         )
-        self._rows = (batch.key, rows) if named and batch.key is not None else None
+        self._rows = None if key is None else (key, rows)
         return rows
 
     def _sample(self, batch: StepBatch, logits: torch.Tensor) -> np.ndarray:

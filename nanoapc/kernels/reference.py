@@ -20,10 +20,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoapc.engine.attention_plan import KV_END, KV_START, NUM_ROWS, ROW_START, TABLE
+
 if TYPE_CHECKING:
     from nanoapc.engine.attention_plan import AttentionPlan
-
-ROW_START, NUM_ROWS, TABLE, KV_START, KV_END = range(5)  # columns of AttentionPlan.tiles
 
 CHUNK_TOKENS = 2048
 """KV positions of a tile that are looked at together: bounds the temporaries."""

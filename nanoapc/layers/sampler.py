@@ -103,7 +103,7 @@ class SamplingRows:
 
     positions: Tensor
 
-    def __init__(self, rows: Sequence[Row], num_valid_ids: int, device: torch.device | str) -> None:
+    def __init__(self, rows: Sequence[Row], num_valid_ids: int, device: torch.device | str = "cpu") -> None:
         self.device, self.num_rows, self.num_valid_ids = torch.device(device), len(rows), num_valid_ids
         self.num_logprobs = [params.logprobs for params, _, _ in rows]
         self.logprob_rows = self.tensor([i for i, k in enumerate(self.num_logprobs) if k is not None])
@@ -112,11 +112,6 @@ class SamplingRows:
         self._set_draws([(i, p, seed) for i, (p, _, seed) in enumerate(rows) if not p.is_greedy])
         if self.has_edits:
             self._set_edits([(i, p, state) for i, (p, state, _) in enumerate(rows) if state is not None])
-
-    @classmethod
-    def build(cls, rows: Sequence[Row], num_valid_ids: int, device: torch.device | str = "cpu") -> SamplingRows:
-        """From each row's parameters, state and seed."""
-        return cls(rows, num_valid_ids, device)
 
     def _set_draws(self, rows: list[tuple[int, SamplingParams, int]]) -> None:
         """The m rows that draw, and those of them that have to be ranked (top_k, top_p)."""
