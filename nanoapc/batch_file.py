@@ -3,7 +3,8 @@
     input -> Plan (checked, in prefix order) -> RequestReader -> LLM.stream -> result lines -> Journal (appended)
 
 Invariant: every line of the input has exactly one result in the end, however often the run is killed and repeated in
-between; memory does not grow with the file.
+between; memory does not grow with the file. Computed and cached prompt tokens are told apart; a rate of prompt tokens
+counts computed ones only.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import tee
+from itertools import chain, combinations, tee
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,6 @@ from tqdm import tqdm
 from nanoapc.batch_format import RequestLine, RequestReader, encode_line, error_line, result_line
 from nanoapc.batch_journal import Journal
 from nanoapc.batch_plan import Plan, count_forest
-from nanoapc.batch_report import BatchSummary, DryRun
 from nanoapc.config import EngineConfig
 from nanoapc.engine.engine import load_tokenizer, resolve_max_model_len
 from nanoapc.inputs import InputProcessor
@@ -57,6 +58,50 @@ class StoppedBySignal(KeyboardInterrupt):
         self.signum = signum
 
 
+@dataclass
+class BatchSummary:
+    """What stands in the results, and what this run did for it: tokens and seconds are of this run alone."""
+
+    total: int = 0  # lines of the input
+    done: int = 0  # lines with an answer
+    failed: int = 0  # lines with an error
+    resumed: int = 0  # lines that had their result before this run
+    changed: int = 0  # of these, those that ask for something else now (the old result stays)
+    foreign: int = 0  # results of no line of the input
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # of the prompt tokens, those that were saved; the others were computed
+    output_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def exit_code(self) -> int:
+        """0: every line has an answer to what it asks. 1: not so."""
+        return int(self.done != self.total or self.changed > 0)
+
+    def count(self, result: Mapping[str, Any], resumed: bool = False) -> None:
+        """One more result, of this run or of one before it."""
+        self.done += result["error"] is None
+        self.failed += result["error"] is not None
+        self.resumed += resumed
+        if not resumed and (usage := result["response"]["body"].get("usage")):
+            self.prompt_tokens += usage["prompt_tokens"]
+            self.cached_tokens += usage["prompt_tokens_details"]["cached_tokens"]
+            self.output_tokens += usage["completion_tokens"]
+
+    def rates(self) -> str:
+        """Tokens a second and hit rate."""
+        seconds = max(self.seconds, 1e-9)
+        computed, hit_rate = self.prompt_tokens - self.cached_tokens, self.cached_tokens / max(self.prompt_tokens, 1)
+        prompt, output = f"prompt {computed / seconds:.0f} tok/s", f"output {self.output_tokens / seconds:.0f} tok/s"
+        return f"{prompt}, {output}, hit rate {hit_rate:.1%}"
+
+    def __str__(self) -> str:
+        resumed = f" ({self.resumed} before this run)" if self.resumed else ""
+        lines = f"{self.done} of {self.total} lines answered, {self.failed} failed{resumed}"
+        saved = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens saved"
+        return f"{lines}; {self.seconds:.1f} s, {self.rates()}, {saved}"
+
+
 def run_batch(
     input_path: str | os.PathLike[str],
     output_path: str | os.PathLike[str],
@@ -85,9 +130,12 @@ def run_batch(
         BatchStopped: an error ended it half way. StoppedBySignal (a KeyboardInterrupt): a signal did.
         After these two everything finished is in the output, and the same call goes on from there.
     """
+    if isinstance(llm, LLM) and ray_workers is not None:
+        raise ValueError("ray_workers needs a model's name instead of an LLM: each worker makes its own")
     paths = [os.fspath(path) for path in (input_path, output_path, *([error_file] if error_file else []))]
     _check_paths(paths)
-    names = _model_names(llm.engine.config.model if isinstance(llm, LLM) else os.fspath(llm), served_model_names)
+    model = llm.engine.config.model if isinstance(llm, LLM) else os.fspath(llm)
+    names = _model_names(model, served_model_names)
     with ExitStack() as stack:
         signals = stack.enter_context(_Signals())
         plan = stack.enter_context(_checked_plan(paths[0], names, quiet))
@@ -95,15 +143,18 @@ def run_batch(
         summary = _resume(plan, journals)
         if ordered and not plan.in_order_so_far():
             raise ValueError(f"{paths[1]} has results that are not in input order; continue it without ordered")
-        answer_lines = None
+        answer_lines: Callable[[Iterable[Line], Emit], None] | None = None
         if plan.num_left and ray_workers is not None:
-            answer_lines = _on_ray(llm, engine_options, names, ray_workers, plan.num_left)
+            from nanoapc.ray import answer_on_workers
+
+            EngineConfig.from_arguments(model, **engine_options)  # a bad option is found here, not in a worker
+            answer_lines = partial(answer_on_workers, model, engine_options, names, ray_workers, plan.num_left)
         elif plan.num_left:
             engine = llm if isinstance(llm, LLM) else stack.enter_context(LLM(llm, **engine_options))
             answer_lines = partial(answer, engine, names)
-        with _Writer(plan, journals, summary, signals, ordered, quiet) as writer:
+        with _writer(plan, journals, summary, signals, ordered, quiet) as emit:
             if answer_lines is not None:
-                answer_lines(plan.lines(ordered), writer.emit)
+                answer_lines(plan.lines(ordered), emit)
             for journal in journals:
                 journal.complete()
     return summary
@@ -143,17 +194,6 @@ def _groups(lines: Iterable[Line]) -> Iterator[list[Line]]:
     yield group
 
 
-def _on_ray(
-    llm: Any, options: dict[str, Any], names: Sequence[str], num_workers: int, num_lines: int
-) -> Callable[[Iterable[Line], Emit], None]:
-    if isinstance(llm, LLM):
-        raise ValueError("ray_workers needs a model's name instead of an LLM: each worker makes its own")
-    from nanoapc.ray import answer_on_workers
-
-    EngineConfig.from_arguments(llm, **options)  # a bad option is found here, not in a worker
-    return partial(answer_on_workers, os.fspath(llm), options, names, num_workers, num_lines)
-
-
 # -- before anything runs ------------------------------------------------------------------------------------
 
 
@@ -161,12 +201,10 @@ def _check_paths(paths: Sequence[str]) -> None:
     """Refuses outputs that are the input or each other (links are followed), or whose folder is not there."""
     if paths[1:].count("-") > 1:
         raise ValueError("output and error file are both standard output; give one of them a file")
-    files = [Path(path) for path in paths if path != "-"]
-    for i, path in enumerate(files):
-        for other in files[:i]:
-            linked = path.is_file() and other.is_file() and path.samefile(other)
-            if linked or path.resolve() == other.resolve():
-                raise ValueError(f"{other} and {path} are the same file; input, output and error file must differ")
+    for other, path in combinations([Path(path) for path in paths if path != "-"], 2):
+        linked = path.is_file() and other.is_file() and path.samefile(other)
+        if linked or path.resolve() == other.resolve():
+            raise ValueError(f"{other} and {path} are the same file; input, output and error file must differ")
     for path in map(Path, paths[1:]):
         if not path.parent.is_dir():
             raise ValueError(f"{path}: there is no folder {path.parent}")
@@ -190,18 +228,15 @@ def _resume(plan: Plan, journals: Sequence[Journal]) -> BatchSummary:
     """Takes what is finished out of the plan."""
     summary = BatchSummary(total=plan.total)
     changed: list[str] = []
-    for journal in journals:
-        for result in journal.finished():
-            same = plan.mark_done(result["custom_id"], result["id"].removeprefix("batch_req_"))
-            if same is None:
-                summary.foreign += 1
-                continue
-            summary.resumed += 1
-            summary.done += result["error"] is None
-            summary.failed += result["error"] is not None
-            if not same:
-                summary.changed += 1
-                changed += [repr(result["custom_id"])] * (len(changed) < MAX_NAMED)
+    for result in chain.from_iterable(journal.finished() for journal in journals):
+        same = plan.mark_done(result["custom_id"], result["id"].removeprefix("batch_req_"))
+        if same is None:
+            summary.foreign += 1
+            continue
+        summary.count(result, resumed=True)
+        if not same:
+            summary.changed += 1
+            changed += [repr(result["custom_id"])] * (len(changed) < MAX_NAMED)
     if summary.foreign and not summary.resumed:
         raise ValueError(f"{journals[0].path} holds results of another input; choose another output")
     if summary.foreign:
@@ -215,44 +250,32 @@ def _resume(plan: Plan, journals: Sequence[Journal]) -> BatchSummary:
 # -- while it runs -------------------------------------------------------------------------------------------
 
 
-class _Writer:
-    """Appends results, counts them and shows how far the run is; turns an exception into BatchStopped."""
+@contextmanager
+def _writer(
+    plan: Plan, journals: Sequence[Journal], summary: BatchSummary, signals: _Signals, ordered: bool, quiet: bool
+) -> Iterator[Emit]:
+    """Gives a function that appends, counts and shows one more result; an exception becomes BatchStopped."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        journals: Sequence[Journal],
-        summary: BatchSummary,
-        signals: _Signals,
-        ordered: bool,
-        quiet: bool,
-    ):
-        self._journals, self._summary, self._signals = journals, summary, signals
-        self._put = plan.in_input_order(self._write) if ordered else lambda number, *result: self._write(*result)
-        self._start = time.perf_counter()
-        wait = 0.5 if sys.stderr.isatty() else 10
-        self._bar = tqdm(total=plan.total, initial=summary.resumed, unit="line", disable=quiet, mininterval=wait)
+    def write(line: bytes, failed: bool) -> None:
+        journals[-1 if failed else 0].write(line)
 
-    def emit(self, number: int, result: Mapping[str, Any]) -> None:
-        """One more result."""
-        with self._signals.held():
-            self._put(number, encode_line(result), result["error"] is not None)
-        self._summary.count(result)
-        self._summary.seconds = time.perf_counter() - self._start
-        if not self._bar.disable:
-            self._bar.set_postfix_str(f"{self._summary.failed} failed, {self._summary.rates()}", refresh=False)
-            self._bar.update()
+    put = plan.in_input_order(write) if ordered else lambda number, *result: write(*result)
+    start, wait = time.perf_counter(), 0.5 if sys.stderr.isatty() else 10
+    with tqdm(total=plan.total, initial=summary.resumed, unit="line", disable=quiet, mininterval=wait) as bar:
 
-    def _write(self, line: bytes, failed: bool) -> None:
-        self._journals[-1 if failed else 0].write(line)
+        def emit(number: int, result: Mapping[str, Any]) -> None:
+            with signals.held():
+                put(number, encode_line(result), result["error"] is not None)
+            summary.count(result)
+            summary.seconds = time.perf_counter() - start
+            if not quiet:
+                bar.set_postfix_str(f"{summary.failed} failed, {summary.rates()}", refresh=False)
+                bar.update()
 
-    def __enter__(self) -> _Writer:
-        return self
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._bar.close()
-        if isinstance(error, Exception):
-            finished = f"{self._summary.done + self._summary.failed} of {self._summary.total} lines are finished"
+        try:
+            yield emit
+        except Exception as error:
+            finished = f"{summary.done + summary.failed} of {summary.total} lines are finished"
             message = f"{type(error).__name__}: {error}. {finished}; the same command goes on from there"
             raise BatchStopped(message) from error
 
@@ -260,12 +283,9 @@ class _Writer:
 class _Signals:
     """SIGINT and SIGTERM raise StoppedBySignal, but not inside `held`; a second one ends the process at once."""
 
-    def __init__(self) -> None:
-        self._old: dict[int, Any] = {}
-        self._received = 0
-        self._is_held = False
-
     def __enter__(self) -> _Signals:
+        self._old: dict[int, Any] = {}
+        self._received, self._is_held = 0, False
         if threading.current_thread() is threading.main_thread():  # only there handlers can be set
             for signum in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(signum) != signal.SIG_IGN:
@@ -296,6 +316,23 @@ class _Signals:
 
 
 # -- without a model -----------------------------------------------------------------------------------------
+
+
+@dataclass
+class DryRun:
+    """What a file would ask of the engine."""
+
+    total: int = 0
+    failed: int = 0  # lines that would get an error line
+    errors: list[str] = field(default_factory=list)  # the first of them
+    prompt_tokens: int = 0  # of the good lines
+    unique_tokens: int = 0  # nodes of their prefix forest
+    hit_tokens: int = 0  # what an endless prefix cache would find
+
+    def __str__(self) -> str:
+        tokens = f"{self.prompt_tokens} prompt tokens, {self.unique_tokens} of them unique"
+        hit_rate = self.hit_tokens / max(self.prompt_tokens, 1)
+        return f"{self.total} lines, {self.failed} with errors; {tokens}; planned hit rate {hit_rate:.1%}"
 
 
 def dry_run(

@@ -13,10 +13,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Any
 
 from nanoapc.inputs import InputProcessor, check_unicode
@@ -27,7 +28,6 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_LINE_BYTES = 64 * 2**20
 MOST = {"n": 128, "logprobs": 20}
 """OpenAI's limits: no line shall take the whole engine."""
-MAX_KNOWN = 1000
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
 
@@ -72,26 +72,36 @@ class LineError(ValueError):
 
 @dataclass
 class RequestLine:
-    """A line of the input. `parse_line` makes it; `RequestReader.read` adds prompt and params, or the error.
+    """A line of the input. `parse_line` makes it; `RequestReader.read` adds prompt and params, or the error."""
 
-    number: from 1, blank lines counted. custom_id: None if it has none that can be used. digest: of what is
-    asked (without a custom_id: of number and line). prompt: what `LLM.stream` takes.
-    """
-
-    number: int
-    custom_id: str | None
-    digest: str
+    number: int  # from 1, blank lines counted
+    custom_id: str | None  # None: it has none that can be used
+    digest: str  # of what is asked (without a custom_id: of number and line)
     url: str = ""
     body: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     error: LineError | None = None
-    prompt: Any = None
+    prompt: Any = None  # what `LLM.stream` takes
     params: SamplingParams | None = None
+
+
+@contextmanager
+def _kept_by(line: RequestLine) -> Iterator[None]:
+    """What is raised inside because of the line's content becomes its error."""
+    try:
+        yield
+    except LineError as error:
+        line.error = error
+    except ValueError as error:  # the messages of SamplingParams begin with the parameter's name
+        name = str(error).replace("=", " ").split(" ")[0]
+        line.error = LineError(str(error), name if name in FIELDS[line.url] else None)
+    except RecursionError:
+        line.error = LineError(f"line {line.number} is nested too deeply")
 
 
 def parse_line(number: int, data: bytes) -> RequestLine:
     """The envelope of a line that is not blank; raises nothing."""
     line = RequestLine(number, None, _digest(b"%d:" % number + data))
-    try:
+    with _kept_by(line):
         fields = _json_object(data, f"line {number}")
         custom_id = fields.get("custom_id")
         if not isinstance(custom_id, str) or not custom_id:
@@ -103,10 +113,6 @@ def parse_line(number: int, data: bytes) -> RequestLine:
         _check_envelope(fields)
         line.url = fields["url"]
         line.body = {name: value for name, value in fields["body"].items() if value is not None}
-    except LineError as error:
-        line.error = error
-    except RecursionError:
-        line.error = LineError(f"line {number} is nested too deeply")
     return line
 
 
@@ -127,55 +133,46 @@ def _check_envelope(fields: Mapping[str, Any]) -> None:
     for name in ("method", "url", "body"):
         if name not in fields:
             raise LineError(f"the line has no {name!r}", name)
-    if fields["method"] != "POST":
-        raise LineError(f"method is {_short(fields['method'])}; it must be 'POST'", "method", 405)
-    if fields["url"] not in (CHAT, COMPLETIONS):
-        raise LineError(f"url is {_short(fields['url'])}; supported: {CHAT}, {COMPLETIONS}", "url", 404)
-    if not isinstance(fields["body"], dict):
-        raise LineError(f"body is {_short(fields['body'])}; it must be an object", "body")
+    _expect(fields["method"] == "POST", "method", fields["method"], "'POST'", 405)
+    _expect(fields["url"] in (CHAT, COMPLETIONS), "url", fields["url"], f"{CHAT} or {COMPLETIONS}", 404)
+    _expect(isinstance(fields["body"], dict), "body", fields["body"], "an object")
+
+
+def _expect(is_good: bool, name: str, value: Any, allowed: str, status: int = 400) -> None:
+    if not is_good:
+        raise LineError(f"{name} is {_short(value)}; it must be {allowed}", name, status)
 
 
 class RequestReader:
-    """Turns lines into requests for one model.
+    """Turns lines into requests for one model, whose name is the first of model_names.
 
-    Args:
-        inputs: the model's tokenizer and limits.
-        model_names: what "model" may say, the default first.
-        seed: root of the seeds of requests that bring none. Such a seed depends on the custom_id, not on the order,
-            so that a resumed run draws what an uninterrupted one would have drawn.
+    seed: root of the seeds of requests that bring none. Such a seed depends on the custom_id, not on the order, so that
+    a resumed run draws what an uninterrupted one would have drawn.
     """
 
     def __init__(self, inputs: InputProcessor, model_names: Sequence[str], seed: int):
         self._inputs = inputs
         self._model_names = model_names
         self._seed = seed
-        self._known: dict[str, SamplingParams] = {}  # most lines of a file ask for the same
 
     def read(self, lines: Sequence[tuple[int, bytes]]) -> list[RequestLine]:
         """(number, line) pairs -> lines with prompt and params, or with an error; texts are tokenised together."""
         parsed = [parse_line(number, data) for number, data in lines]
         for line in parsed:
-            self._try(self._check, line)
+            if line.error is None:
+                with _kept_by(line):
+                    self._check(line)
         for url in (CHAT, COMPLETIONS):  # a rendered conversation has its special tokens already
             texts = [line for line in parsed if not line.error and line.url == url and isinstance(line.prompt, str)]
             token_ids = self._inputs.tokenize([line.prompt for line in texts], add_special_tokens=url == COMPLETIONS)
             for line, ids in zip(texts, token_ids, strict=True):
                 line.prompt = ids
         for line in parsed:
-            self._try(self._finish, line)
-        return parsed
-
-    def _try(self, function: Callable[[RequestLine], None], line: RequestLine) -> None:
-        try:
             if line.error is None:
-                function(line)
-        except LineError as error:
-            line.error = error
-        except ValueError as error:  # the messages of SamplingParams begin with the parameter's name
-            name = str(error).replace("=", " ").split(" ")[0]
-            line.error = LineError(str(error), name if name in FIELDS[line.url] else None)
-        except RecursionError:
-            line.error = LineError(f"line {line.number} is nested too deeply")
+                with _kept_by(line):
+                    checked = self._inputs.check_token_ids(line.prompt, "messages" if line.url == CHAT else "prompt")
+                    line.prompt = {"prompt_token_ids": checked, "cache_salt": line.body.get("cache_salt")}
+        return parsed
 
     def _check(self, line: RequestLine) -> None:
         body = line.body
@@ -196,25 +193,18 @@ class RequestReader:
         for name, most in MOST.items():
             if isinstance(value := arguments.get(name), int) and value > most:
                 raise LineError(f"{name}={_short(value)} is too many; at most {most}", name)
-        key = repr(arguments)
         if arguments.get("seed", -1) == -1 and arguments.get("temperature") != 0:
             root = f"{self._seed}/{line.custom_id}".encode(errors="surrogatepass")
             arguments["seed"] = int.from_bytes(blake2b(root, digest_size=8).digest(), "little", signed=True)
-            key = ""  # no other line will have this seed
-        if key in self._known:
-            return self._known[key]
         params = SamplingParams(**arguments)
         params.verify(self._inputs.num_valid_ids, self._inputs.tokenizer is not None)
         if params.bad_words:
             params.bad_words_ids(self._inputs.tokenizer)
-        if key and len(self._known) < MAX_KNOWN:
-            self._known[key] = params
         return params
 
     def _conversation(self, body: Mapping[str, Any]) -> str:
         for name, kind in TEMPLATE.items():
-            if name in body and not isinstance(body[name], kind):
-                raise LineError(f"{name} is {_short(body[name])}; it must be a {kind.__name__}", name)
+            _expect(name not in body or isinstance(body[name], kind), name, body.get(name), f"a {kind.__name__}")
         options = {
             "add_generation_prompt": body.get("add_generation_prompt", True),
             "continue_final_message": body.get("continue_final_message", False),
@@ -223,37 +213,30 @@ class RequestReader:
         }
         return self._inputs.render_chat(body.get("messages"), "messages", body.get("chat_template"), options)
 
-    def _finish(self, line: RequestLine) -> None:
-        token_ids = self._inputs.check_token_ids(line.prompt, "messages" if line.url == CHAT else "prompt")
-        line.prompt = {"prompt_token_ids": token_ids, "cache_salt": line.body.get("cache_salt")}
-
 
 def _check_fields(body: Mapping[str, Any], url: str) -> None:
     for name, value in body.items():
         if name not in FIELDS[url] and name not in IGNORED and not (name in HARMLESS and value == HARMLESS[name]):
             raise LineError(f"the field {name}={_short(value)} is not supported; leave it out", name)
     salt = body.get("cache_salt")
-    if salt is not None and (not isinstance(salt, str) or not salt):
-        raise LineError(f"cache_salt is {_short(salt)}; it must be a non-empty text", "cache_salt")
+    _expect(salt is None or (isinstance(salt, str) and salt != ""), "cache_salt", salt, "a non-empty text")
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
     """OpenAI's logprobs (a flag) and top_logprobs (a number) -> how many of the best to report."""
     wanted, count = body.get("logprobs", False), body.get("top_logprobs", 0)
-    if not isinstance(wanted, bool):
-        raise LineError(f"logprobs is {_short(wanted)}; in a chat it is true or false", "logprobs")
+    _expect(isinstance(wanted, bool), "logprobs", wanted, "true or false in a chat")
     if count and not wanted:
         raise LineError("top_logprobs needs logprobs: true", "top_logprobs")
     return count if wanted else None
 
 
-def _completion_prompt(body: Mapping[str, Any]) -> str | list[int]:
+def _completion_prompt(body: Mapping[str, Any]) -> Any:
     """A text or a list of token ids (which are still to be checked)."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         prompt = prompt[0]
-    if not isinstance(prompt, str | list):
-        raise LineError(f"prompt is {_short(prompt)}; it must be a text or a list of token ids", "prompt")
+    _expect(isinstance(prompt, str | list), "prompt", prompt, "a text or a list of token ids")
     if isinstance(prompt, list) and any(isinstance(item, str | list) for item in prompt):
         raise LineError("prompt holds several prompts; give each a line of its own", "prompt")
     if isinstance(prompt, str):
@@ -297,12 +280,8 @@ def _line(line: RequestLine, status: int, body: Mapping[str, Any], error: Mappin
 
 
 def encode_line(result: Mapping[str, Any]) -> bytes:
-    """A result as one line of UTF-8 JSON."""
-    text = json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n"
-    try:
-        return text.encode()
-    except UnicodeEncodeError:  # half a surrogate pair, in a custom_id: only an escape can say it
-        return (json.dumps(result, allow_nan=False) + "\n").encode()
+    """A result as one line of UTF-8 JSON; half a surrogate pair (in a custom_id) is escaped."""
+    return (json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="backslashreplace")
 
 
 def _chat_choice(output: CompletionOutput, num_top: int) -> dict[str, Any]:
@@ -319,20 +298,23 @@ def _chat_choice(output: CompletionOutput, num_top: int) -> dict[str, Any]:
 
 
 def _completion_choice(output: CompletionOutput, num_top: int) -> dict[str, Any]:
-    logprobs: dict[str, list[Any]] | None = None
+    logprobs = None
     if output.logprobs is not None:
-        logprobs = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        offset = 0
-        for token_id, entries in zip(output.token_ids, output.logprobs, strict=True):
-            token, logprob = (_token(token_id, entries[token_id])[key] for key in ("token", "logprob"))
-            best: dict[str, float] = {}
-            for entry in map(_token, entries.keys(), entries.values()):
-                best.setdefault(entry["token"], entry["logprob"])  # of two ids with the same text the better one counts
-            values = (token, logprob, best, offset)
-            for column, value in zip(logprobs.values(), values, strict=True):
-                column.append(value)
-            offset += len(token)
+        tokens = [_token(i, entries[i]) for i, entries in zip(output.token_ids, output.logprobs, strict=True)]
+        logprobs = {
+            "tokens": [token["token"] for token in tokens],
+            "token_logprobs": [token["logprob"] for token in tokens],
+            "top_logprobs": [_best_by_text(entries) for entries in output.logprobs],
+            "text_offset": [0, *accumulate(len(token["token"]) for token in tokens)][:-1],
+        }
     return {"index": output.index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+
+
+def _best_by_text(entries: Mapping[int, Logprob]) -> dict[str, float]:
+    best: dict[str, float] = {}
+    for token in map(_token, entries.keys(), entries.values()):
+        best.setdefault(token["token"], token["logprob"])  # of two ids with the same text the better one counts
+    return best
 
 
 def _token(token_id: int, logprob: Logprob) -> dict[str, Any]:

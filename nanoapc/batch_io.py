@@ -18,8 +18,13 @@ from typing import IO, Any
 
 MAGIC = {".gz": b"\x1f\x8b", ".zst": b"\x28\xb5\x2f\xfd"}
 """Names of compressed files, and how these begin."""
+OTHER_ENCODINGS = {
+    codecs.BOM_UTF32_LE: "UTF-32",  # begins as that of UTF-16-LE does
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
 CHUNK_BYTES = 2**16
-ENCODINGS = ("UTF-32-LE", "UTF-32-BE", "UTF-16-LE", "UTF-16-BE")
 
 
 def open_input(path: str) -> IO[bytes]:
@@ -32,28 +37,24 @@ def open_input(path: str) -> IO[bytes]:
     """
     file: IO[bytes] = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
     if path == "-" or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file = _copied(partial(shutil.copyfileobj, file))
+        file = _copied(file, shutil.copyfileobj)
     begin = os.pread(file.fileno(), 4, 0)
     for suffix, magic in MAGIC.items():
         if begin.startswith(magic):
             with file:
-                file = _copied(partial(decompress, file, suffix=suffix, name=path))
-    _check_encoding(os.pread(file.fileno(), 4, 0), path)
+                file = _copied(file, partial(decompress, suffix=suffix, name=path))
+    begin = os.pread(file.fileno(), 4, 0)
+    for mark, name in OTHER_ENCODINGS.items():
+        if begin.startswith(mark) and b"\0" in begin:
+            raise ValueError(f"{path} is {name} text; convert it first, for example: iconv -f {name} -t UTF-8")
     return file
 
 
-def _copied(copy_to: Callable[[IO[bytes]], None]) -> IO[bytes]:
+def _copied(source: IO[bytes], copy: Callable[[IO[bytes], IO[bytes]], None]) -> IO[bytes]:
     file = tempfile.TemporaryFile()  # noqa: SIM115
-    copy_to(file)
+    copy(source, file)
     file.seek(0)
     return file
-
-
-def _check_encoding(begin: bytes, path: str) -> None:
-    for name in ENCODINGS:
-        mark = getattr(codecs, "BOM_" + name.replace("-", "_").replace("UTF_", "UTF"))
-        if begin.startswith(mark) and b"\0" in begin:
-            raise ValueError(f"{path} is {name[:6]} text; convert it first, for example: iconv -f {name[:6]} -t UTF-8")
 
 
 def decompress(source: IO[bytes], target: IO[bytes], suffix: str, name: str) -> None:

@@ -18,6 +18,7 @@ import stat
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import IO, Any
@@ -30,10 +31,7 @@ HEAD = b'{"id": "batch_req_'
 
 
 class Journal:
-    """One results file, open and locked.
-
-    Args:
-        path: the file; "-" is standard output. A pipe or a device is only written to.
+    """One results file, open and locked; path "-" is standard output. A pipe or a device is only written to.
 
     Raises:
         OSError: it cannot be opened. ValueError: another run has it, or what it holds are no results.
@@ -44,18 +42,17 @@ class Journal:
         self._final = Path(path) if suffix in MAGIC else None
         self.path = Path(f"{path}.partial" if self._final else path)
         self._is_stream = path == "-" or (self.path.exists() and not stat.S_ISREG(self.path.stat().st_mode))
-        self._lock = None if self._is_stream else _lock(Path(f"{path}.lock"))
         self._size = 0
         self._next_sync = 0.0
-        try:
+        with ExitStack() as stack:
+            if not self._is_stream:
+                stack.enter_context(_locked(Path(f"{path}.lock")))
             if self._final is not None and self._final.exists() and not self.path.exists():
                 _rewrite(self._final, self.path, partial(decompress, suffix=suffix, name=path))
             target: Any = os.dup(sys.stdout.fileno()) if path == "-" else self.path
-            self._file = open(target, "ab", 0)  # noqa: SIM115
+            self._file = stack.enter_context(open(target, "ab", 0))
             self.sync()
-        except BaseException:
-            self._unlock()
-            raise
+            self._stack = stack.pop_all()
 
     def finished(self) -> Iterator[dict[str, Any]]:
         """The results that are there already. When they have been read, the file is ready for more."""
@@ -108,33 +105,29 @@ class Journal:
         if not self._is_stream and os.fstat(self._file.fileno()).st_size > self._size:
             os.ftruncate(self._file.fileno(), self._size)
 
-    def _unlock(self) -> None:
-        if self._lock is not None:
-            Path(self._lock.name).unlink(missing_ok=True)
-            self._lock.close()
-
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, *exception: object) -> None:
+        with self._stack:
+            self.sync()
+
+
+@contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Holds a lock file, which is locked until the process ends, however it ends."""
+    with open(path, "ab") as file:
         try:
-            with self._file:
-                self.sync()
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_ours = os.path.samestat(os.fstat(file.fileno()), os.stat(path))  # else its owner has just removed it
+        except (BlockingIOError, FileNotFoundError):
+            is_ours = False
+        if not is_ours:
+            raise ValueError(f"{path.with_suffix('')} is being written by another run ({path} is locked)")
+        try:
+            yield
         finally:
-            self._unlock()
-
-
-def _lock(path: Path) -> Any:
-    """The lock file, open and locked: the lock ends with the process, however it ends."""
-    file = open(path, "ab")  # noqa: SIM115
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), os.stat(path)):  # else its owner has just removed it
-            return file
-    except (BlockingIOError, FileNotFoundError):
-        pass
-    file.close()
-    raise ValueError(f"{path.with_suffix('')} is being written by another run ({path} is locked)")
+            path.unlink(missing_ok=True)
 
 
 def _rewrite(source: Path, target: Path, copy: Callable[[IO[bytes], IO[bytes]], None]) -> None:

@@ -42,14 +42,7 @@ CREATE TABLE waiting (number INTEGER PRIMARY KEY, result BLOB, failed INTEGER);
 
 
 class Plan:
-    """The lines of one file.
-
-    Args:
-        path: the input; "-" is standard input. Gzip and zstd are seen by their first bytes.
-        quiet: no progress bar.
-
-    Attributes:
-        total: lines that are not blank. models: what they ask for (None: nothing).
+    """The lines of one file (see `open_input`); total: those that are not blank; models: what they ask for.
 
     Raises:
         ValueError: the file is no UTF-8 text file, or custom_ids are not unique. OSError: it cannot be read.
@@ -58,7 +51,7 @@ class Plan:
     def __init__(self, path: str, quiet: bool = True):
         self._file = open_input(path)
         self._database = open_database(TABLES)
-        self.models: set[str | None] = set()
+        self.models: set[str | None] = set()  # None: a line that names none
         size = os.fstat(self._file.fileno()).st_size
         with tqdm(total=size, desc="Reading", unit="B", unit_scale=True, disable=quiet, leave=False) as bar:
             self._database.executemany(
@@ -123,20 +116,16 @@ class Plan:
     def in_input_order(self, write: Callable[[bytes, bool], None]) -> Callable[[int, bytes, bool], None]:
         """A function that takes (number, result, failed) in any order and calls `write` in the order of the input."""
         numbers = self._database.execute("SELECT number FROM line WHERE NOT done ORDER BY number")
-        (expected,) = numbers.fetchone() or (0,)
+        expected = numbers.fetchone()
 
         def take(number: int, result: bytes, failed: bool) -> None:
             nonlocal expected
-            if number != expected:
-                self._database.execute("INSERT INTO waiting VALUES (?, ?, ?)", (number, result, failed))
-                return
-            write(result, failed)
-            for (expected,) in numbers:
-                row = self._database.execute("SELECT * FROM waiting WHERE number = ?", (expected,)).fetchone()
-                if row is None:
-                    return
-                self._database.execute("DELETE FROM waiting WHERE number = ?", (expected,))
-                write(row[1], bool(row[2]))
+            self._database.execute("INSERT INTO waiting VALUES (?, ?, ?)", (number, result, failed))
+            query = "SELECT result, failed FROM waiting WHERE number = ?"
+            while expected and (row := self._database.execute(query, expected).fetchone()):
+                self._database.execute("DELETE FROM waiting WHERE number = ?", expected)
+                expected = numbers.fetchone()
+                write(row[0], bool(row[1]))
 
         return take
 
@@ -163,8 +152,7 @@ def count_forest(prompts: Iterable[Mapping[str, Any]]) -> tuple[int, int, int]:
     for salt, data in database.execute("SELECT salt, tokens FROM prompt ORDER BY salt, tokens"):
         tokens = np.frombuffer(data, np.uint32)  # compared, never read: the byte order does not matter
         size = min(len(tokens), len(last[1])) if salt == last[0] else 0
-        differs = tokens[:size] != last[1][:size]
-        common = int(differs.argmax()) if differs.any() else size
+        common = int(np.logical_and.accumulate(tokens[:size] == last[1][:size]).sum())
         total, unique = total + len(tokens), unique + len(tokens) - common
         hits += min(common, len(tokens) - 1)  # of a prompt that is found whole, one token is computed
         last = salt, tokens
@@ -178,8 +166,8 @@ def line_id(custom_id: str | None, digest: str) -> bytes:
 
 
 def prefix_key(*parts: Any) -> bytes:
-    """Bytes whose order puts prompts next to each other that begin alike. parts: what JSON holds, the prompt last."""
-    data = json.dumps(parts).encode()
+    """Bytes whose order puts prompts next to each other that begin alike. parts: JSON or arrays, the prompt last."""
+    data = json.dumps(parts, default=lambda array: array.tolist()).encode()
     rest = len(data) - len(data) % PREFIX_CHUNK
     hashes = [zlib.crc32(data[start : start + PREFIX_CHUNK]) for start in range(0, rest, PREFIX_CHUNK)]
     return struct.pack(f"{len(hashes)}I", *hashes) + data[rest:]

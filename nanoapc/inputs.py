@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from nanoapc.engine.block_hash import ExtraKey, encode_extra_keys
+from nanoapc.engine.block_hash import encode_extra_keys
 from nanoapc.sampling_params import SamplingParams
 
 PromptType: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
@@ -105,27 +105,19 @@ class InputProcessor:
         return done
 
     def _group(self, raw: Sequence[PromptType], first_index: int) -> list[Prompt]:
-        parsed = [_parse(item, first_index + i) for i, item in enumerate(raw)]
-        texts = {i: item for i, (item, _, _) in enumerate(parsed) if isinstance(item, str)}
-        token_ids = dict(zip(texts, self._tokenize(list(texts.values()), list(texts), first_index), strict=True))
-        prompts = []
-        for i, (item, text, extra) in enumerate(parsed):
-            name = f"prompt {first_index + i}"
-            ids = self.check_token_ids(token_ids[i] if i in texts else item, name)
-            prompts.append(Prompt(text, ids, extra))
-        return prompts
-
-    def _tokenize(self, texts: list[str], places: list[int], first_index: int) -> list[list[int]]:
-        if not texts:
-            return []
-        if self.tokenizer is None:
-            raise ValueError(
-                f"prompt {first_index + places[0]} is a text, but this LLM has no tokenizer "
-                "(skip_tokenizer_init=True); pass token ids"
-            )
-        for text, place in zip(texts, places, strict=True):
-            check_unicode(text, f"prompt {first_index + place}")
-        return self.tokenize(texts)
+        parsed = [_parse(item, f"prompt {i}") for i, item in enumerate(raw, first_index)]
+        texts = {i: item for i, (item, _, _) in enumerate(parsed, first_index) if isinstance(item, str)}
+        for i, text in texts.items():
+            if self.tokenizer is None:
+                raise ValueError(
+                    f"prompt {i} is a text, but this LLM has no tokenizer (skip_tokenizer_init=True); pass token ids"
+                )
+            check_unicode(text, f"prompt {i}")
+        token_ids = dict(zip(texts, self.tokenize(list(texts.values())), strict=True)) if texts else {}
+        return [
+            Prompt(text, self.check_token_ids(token_ids.get(i, item), f"prompt {i}"), extra)
+            for i, (item, text, extra) in enumerate(parsed, first_index)
+        ]
 
     def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of valid texts, all in one call; rendered conversations have their special tokens already."""
@@ -154,8 +146,7 @@ class InputProcessor:
         """One conversation through the chat template -> text (with the template's own BOS, if it brings one)."""
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer, but this LLM has none (skip_tokenizer_init=True)")
-        check_messages(messages, name)
-        plain = [_plain_message(message) for message in messages]
+        plain = _plain_messages(messages, name)
         try:
             text = self.tokenizer.apply_chat_template(plain, chat_template=template, tokenize=False, **options)
         except Exception as error:  # templates raise errors of their own kinds
@@ -178,68 +169,66 @@ def check_unicode(text: str, name: str) -> None:
         raise ValueError(f"{name} is not valid Unicode: {error}; repair the text") from None
 
 
-def check_messages(messages: Any, name: str) -> None:
-    """ValueError unless `messages` is a non-empty list of {"role": ..., "content": text or text parts}."""
+def _plain_messages(messages: Any, name: str) -> list[dict[str, Any]]:
+    """Checked copies as templates want them: text parts joined by newlines, arguments of tool calls parsed.
+
+    ValueError unless `messages` is a non-empty list of {"role": ..., "content": text or text parts}.
+    """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(f"{name} is {messages!r}; it must be a non-empty list of messages")
-    for number, message in enumerate(messages):
-        where = f"message {number} of {name}"
-        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-            raise ValueError(f"{where} is {message!r}; it must be a dict with a 'role' and a 'content'")
-        content = message.get("content")
-        if content is not None and not isinstance(content, str | list):
-            raise ValueError(f"{where} has the content {content!r}; it must be a text or a list of text parts")
-        for part in content if isinstance(content, list) else []:
+    return [_plain_message(message, f"message {number} of {name}") for number, message in enumerate(messages)]
+
+
+def _plain_message(message: Any, name: str) -> dict[str, Any]:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise ValueError(f"{name} is {message!r}; it must be a dict with a 'role' and a 'content'")
+    plain = dict(message)
+    content, calls = message.get("content"), message.get("tool_calls")
+    if content is not None and not isinstance(content, str | list):
+        raise ValueError(f"{name} has the content {content!r}; it must be a text or a list of text parts")
+    if isinstance(content, list):
+        for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text":
-                raise ValueError(f"{where} has a content part of type {kind!r}; only text is supported")
+                raise ValueError(f"{name} has a content part of type {kind!r}; only text is supported")
             if not isinstance(part.get("text"), str):
-                raise ValueError(f"{where} has a text part without a text: {part!r}")
-
-
-def _plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy as templates want it: text parts joined by newlines, arguments of tool calls parsed."""
-    plain = dict(message)
-    if isinstance(content := plain.get("content"), list):
+                raise ValueError(f"{name} has a text part without a text: {part!r}")
         plain["content"] = "\n".join(part["text"] for part in content)
-    if isinstance(calls := plain.get("tool_calls"), list):
+    if isinstance(calls, list):
         plain["tool_calls"] = [_parsed_call(call) for call in calls]
     return plain
 
 
 def _parsed_call(call: Any) -> Any:
-    function = call.get("function") if isinstance(call, Mapping) else None
-    if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
-        return call
     try:
+        function = call["function"]
         return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except ValueError:
+    except (TypeError, KeyError, ValueError):  # parsed already, or for the template to judge
         return call
 
 
-def _parse(prompt: PromptType, index: int) -> tuple[str | Sequence[int], str | None, bytes]:
+def _parse(prompt: PromptType, name: str) -> tuple[Any, str | None, bytes]:
     """What is to be run (a text or token ids), the text to report, and the encoded extra keys of a prompt."""
     if isinstance(prompt, str):
         return prompt, prompt, b""
     if not isinstance(prompt, Mapping):
         if not _is_list(prompt):
-            raise ValueError(f"prompt {index} is {prompt!r}; it must be a text, a list of token ids or a dict")
+            raise ValueError(f"{name} is {prompt!r}; it must be a text, a list of token ids or a dict")
         return prompt, None, b""
     for key in prompt:
         if key not in KNOWN_KEYS:
-            raise ValueError(
-                f"prompt {index} has {key!r}, which is not supported; known: {', '.join(sorted(KNOWN_KEYS))}"
-            )
-    text, token_ids = prompt.get("prompt"), prompt.get("prompt_token_ids")
+            raise ValueError(f"{name} has {key!r}, which is not supported; known: {', '.join(sorted(KNOWN_KEYS))}")
+    text, token_ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
     if text is None and token_ids is None:
-        raise ValueError(f"prompt {index} has neither 'prompt' nor 'prompt_token_ids'; give it one of them")
+        raise ValueError(f"{name} has neither 'prompt' nor 'prompt_token_ids'; give it one of them")
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"prompt {index} has 'prompt' {text!r}; it must be a text")
+        raise ValueError(f"{name} has 'prompt' {text!r}; it must be a text")
     if token_ids is not None and not _is_list(token_ids):
-        raise ValueError(f"prompt {index} has 'prompt_token_ids' {token_ids!r}; they must be a list of token ids")
-    # With both, the ids run and the text is only reported (as in vLLM).
-    item: Any = text if token_ids is None else token_ids
-    return item, text, encode_extra_keys(_salt_keys(prompt.get("cache_salt"), index))
+        raise ValueError(f"{name} has 'prompt_token_ids' {token_ids!r}; they must be a list of token ids")
+    if salt is not None and (not isinstance(salt, str) or not salt):
+        raise ValueError(f"{name} has cache_salt {salt!r}; it must be a non-empty text (or None)")
+    extra = b"" if salt is None else encode_extra_keys([("salt", salt)])
+    return text if token_ids is None else token_ids, text, extra  # with both, the ids run (as in vLLM)
 
 
 def _is_list(value: Any) -> bool:
@@ -247,11 +236,3 @@ def _is_list(value: Any) -> bool:
     if hasattr(value, "tolist"):
         return isinstance(value.tolist(), list)
     return isinstance(value, Sequence) and not isinstance(value, str | bytes)
-
-
-def _salt_keys(salt: Any, index: int) -> list[ExtraKey]:
-    if salt is None:
-        return []
-    if not isinstance(salt, str) or not salt:
-        raise ValueError(f"prompt {index} has cache_salt {salt!r}; it must be a non-empty text (or None)")
-    return [("salt", salt)]

@@ -18,29 +18,22 @@ class Logprob:
     """The log-probability of one token id at one position, from the raw logits (before any bias)."""
 
     logprob: float
-    rank: int | None = None
-    """1 for the best: one more than the number of ids with a greater logit."""
-    decoded_token: str | None = None
-    """The token's own text; None without a tokenizer."""
+    rank: int | None = None  # 1 for the best: one more than the number of ids with a greater logit
+    decoded_token: str | None = None  # the token's own text; None without a tokenizer
 
 
 @dataclass
 class CompletionOutput:
     """One generated sequence."""
 
-    index: int
-    """Which of the n sequences of its request."""
+    index: int  # which of the n sequences of its request
     text: str
-    token_ids: list[int]
-    """The generated ids, with the stop token if one ended it."""
-    cumulative_logprob: float | None = None
-    """Sum of the chosen tokens' log-probs; None unless log-probs were asked for."""
-    logprobs: list[dict[int, Logprob]] | None = None
-    """Per token: k or k + 1 entries, always with the chosen id."""
-    finish_reason: FinishReason | None = None
-    """"stop": a stop string, stop token or end-of-sequence id; "length": max_tokens or no room; "abort"."""
-    stop_reason: str | int | None = None
-    """The stop string or the stop token id that ended it; None for an end-of-sequence id."""
+    token_ids: list[int]  # the generated ids, with the stop token if one ended it
+    cumulative_logprob: float | None = None  # sum of the chosen tokens' log-probs, if log-probs were asked for
+    logprobs: list[dict[int, Logprob]] | None = None  # per token: k or k + 1 entries, always with the chosen id
+    finish_reason: FinishReason | None = None  # "stop": a stop string or token, or an end-of-sequence id;
+    # "length": max_tokens or no room; "abort"
+    stop_reason: str | int | None = None  # the stop string or stop token id; None for an end-of-sequence id
 
 
 @dataclass(frozen=True)
@@ -48,8 +41,7 @@ class RequestMetrics:
     """When things happened to a request, in seconds of `time.perf_counter`."""
 
     arrival_time: float
-    first_token_time: float
-    """The first token of any of its outputs."""
+    first_token_time: float  # of any of its outputs
     finished_time: float
 
 
@@ -58,19 +50,13 @@ class RequestOutput:
     """A request and its n outputs."""
 
     request_id: str
-    prompt: str | None
-    """The prompt's text; None if the request came as token ids."""
-    prompt_token_ids: list[int]
-    """What was run, special tokens included."""
-    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    """One entry per prompt token, the first None; None unless asked for."""
-    outputs: list[CompletionOutput] = field(default_factory=list)
-    """Ordered by index."""
+    prompt: str | None  # the prompt's text; None if the request came as token ids
+    prompt_token_ids: list[int]  # what was run, special tokens included
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None  # if asked for: one entry per token, the first None
+    outputs: list[CompletionOutput] = field(default_factory=list)  # ordered by index
     finished: bool = False
-    num_cached_tokens: int = 0
-    """How many prompt tokens were found in the prefix cache."""
-    index: int = 0
-    """The place of the prompt in the call's list (`stream` yields in another order)."""
+    num_cached_tokens: int = 0  # how many prompt tokens were found in the prefix cache
+    index: int = 0  # the place of the prompt in the call's list (`stream` yields in another order)
     metrics: RequestMetrics | None = None
 
 

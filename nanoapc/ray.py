@@ -70,18 +70,11 @@ def partition_by_prefix(dataset: ray.data.Dataset, num_partitions: int, column: 
     """
 
     def add_key(batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        return batch | {KEY: [prefix_key(_plain(value)).hex() for value in batch[column]]}
+        return batch | {KEY: [prefix_key(value).hex() for value in batch[column]]}
 
     keyed = dataset.repartition(num_partitions).map_batches(add_key)
     # Sorted before the workers start: they would take the CPUs that sorting needs.
     return keyed.sort(KEY).drop_columns([KEY]).materialize()
-
-
-def _plain(value: Any) -> Any:
-    """A cell without numpy: what JSON can hold."""
-    if isinstance(value, np.ndarray):
-        value = value.tolist()
-    return [_plain(item) for item in value] if isinstance(value, list) else value
 
 
 def answer_on_workers(
@@ -117,13 +110,13 @@ class _LineWorker:
     """Answers lines of a batch file."""
 
     def __init__(self, model: str, engine_options: Mapping[str, Any], model_names: Sequence[str]):
-        self._llm = LLM(model, **engine_options)
-        self._model_names = model_names
+        self._llm, self._names = LLM(model, **engine_options), model_names
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         results: dict[int, bytes] = {}
-        lines = zip(batch["number"].tolist(), batch["line"], strict=True)
-        answer(
-            self._llm, self._model_names, lines, lambda number, result: results.update({number: encode_line(result)})
-        )
+
+        def emit(number: int, result: Mapping[str, Any]) -> None:
+            results[number] = encode_line(result)
+
+        answer(self._llm, self._names, zip(batch["number"].tolist(), batch["line"], strict=True), emit)
         return {"number": list(results), "result": list(results.values())}

@@ -9,7 +9,7 @@ the vocabulary, a tokenizer for strings) is checked by `verify`, before a reques
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Integral, Real
 from typing import Any, Protocol
 
@@ -59,33 +59,11 @@ class SamplingParams:
     skip_reading_prefix_cache: bool | None = None  # compute the prompt anew; None: iff prompt_logprobs
 
     def __post_init__(self) -> None:
-        checks: tuple[tuple[str, Callable[[str, Any], Any]], ...] = (
-            ("n", _integer(1)),
-            ("presence_penalty", _number("in [-2, 2]", lambda x: -2 <= x <= 2)),
-            ("frequency_penalty", _number("in [-2, 2]", lambda x: -2 <= x <= 2)),
-            ("repetition_penalty", _number("above 0 (1 is off)", lambda x: x > 0)),
-            ("temperature", _number("of at least 0 (0 is greedy)", lambda x: x >= 0)),
-            ("top_p", _number("in (0, 1] (1 is off)", lambda x: 0 < x <= 1)),
-            ("top_k", _integer(-1)),
-            ("min_p", _number("in [0, 1] (0 is off)", lambda x: 0 <= x <= 1)),
-            ("seed", _or_none(_integer(-(2**63), 2**63 - 1))),
-            ("stop", _strings),
-            ("stop_token_ids", _token_ids),
-            ("bad_words", _strings),
-            ("include_stop_str_in_output", _flag),
-            ("ignore_eos", _flag),
-            ("max_tokens", _or_none(_integer(1))),
-            ("min_tokens", _integer(0)),
-            ("logprobs", _or_none(_integer(0))),
-            ("prompt_logprobs", _or_none(_integer(0))),
-            ("detokenize", _flag),
-            ("skip_special_tokens", _flag),
-            ("logit_bias", _or_none(_bias)),
-            ("allowed_token_ids", _or_none(_token_ids)),
-            ("skip_reading_prefix_cache", _or_none(_flag)),
-        )
-        for name, check in checks:
-            self._set(name, check(name, getattr(self, name)))
+        for item in fields(self):
+            value = getattr(self, item.name)
+            kind = str(item.type).removesuffix(" | None")
+            if value is not None or kind == item.type:
+                self._set(item.name, CHECKS[kind](item.name, value))
         self._set("top_k", max(0, self.top_k))
         self._set("seed", None if self.seed == -1 else self.seed)
         if self.skip_reading_prefix_cache is None:
@@ -138,48 +116,34 @@ class SamplingParams:
         """
         sequences: dict[tuple[int, ...], None] = {}
         for word in self.bad_words:
-            forms = [tuple(tokenizer.encode(f, add_special_tokens=False)) for f in _forms(word)]
+            texts = (word, bare, " " + bare) if (bare := word.lstrip()) else (word,)
+            forms = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
             if not forms[0]:
                 raise _error("bad_words", word, "words that the tokenizer turns into at least one token")
             sequences.update(dict.fromkeys(form for form in forms if form))
         return list(sequences)
 
 
-def _forms(word: str) -> list[str]:
-    bare = word.lstrip()
-    return [word, bare, " " + bare] if bare else [word]
-
-
 def _error(name: str, value: Any, allowed: str) -> ValueError:
     return ValueError(f"{name}={value!r} is not possible; allowed: {allowed}")
 
 
-def _or_none(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    return lambda name, value: None if value is None else check(name, value)
+def _integer(name: str, value: Any) -> int:
+    """A Python or numpy integer (bool is none) within the parameter's limits (see INTEGERS) -> int."""
+    low, high = INTEGERS.get(name, (0, None))
+    is_integer = isinstance(value, Integral) and not isinstance(value, bool)
+    if not is_integer or int(value) < low or (high is not None and int(value) > high):
+        raise _error(name, value, f"an integer, at least {low}" + ("" if high is None else f", at most {high}"))
+    return int(value)
 
 
-def _integer(low: int, high: int | None = None) -> Callable[[str, Any], int]:
-    """A Python or numpy integer (bool is none) in [low, high] -> int."""
-
-    def check(name: str, value: Any) -> int:
-        is_integer = isinstance(value, Integral) and not isinstance(value, bool)
-        if not is_integer or int(value) < low or (high is not None and int(value) > high):
-            raise _error(name, value, f"an integer, at least {low}" + ("" if high is None else f", at most {high}"))
-        return int(value)
-
-    return check
-
-
-def _number(allowed: str, test: Callable[[float], bool]) -> Callable[[str, Any], float]:
-    """A Python or numpy number (bool is none), finite in float32, that passes the test -> float."""
-
-    def check(name: str, value: Any) -> float:
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-        if not is_number or not -FLOAT32_MAX < value < FLOAT32_MAX or not test(float(value)):
-            raise _error(name, value, f"a finite number {allowed}".rstrip())
-        return float(value)
-
-    return check
+def _number(name: str, value: Any) -> float:
+    """A Python or numpy number (bool is none), finite in float32 and as NUMBERS says -> float."""
+    allowed, test = NUMBERS.get(name, ("", lambda x: True))
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number or not -FLOAT32_MAX < value < FLOAT32_MAX or not test(float(value)):
+        raise _error(name, value, f"a finite number {allowed}".rstrip())
+    return float(value)
 
 
 def _flag(name: str, value: Any) -> bool:
@@ -196,8 +160,7 @@ def _strings(name: str, value: Any) -> tuple[str, ...]:
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    check = _integer(0)
-    return tuple(dict.fromkeys(check(name, item) for item in _items(name, value, "a sequence of token ids")))
+    return tuple(dict.fromkeys(_integer(name, item) for item in _items(name, value, "a sequence of token ids")))
 
 
 def _items(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
@@ -212,12 +175,32 @@ def _bias(name: str, value: Any) -> dict[int, float] | None:
     """Ids may be decimal strings, as in JSON; an empty mapping is the same as None."""
     if not isinstance(value, Mapping):
         raise _error(name, value, "a mapping from token id to number")
-    check_id, check_amount = _integer(0), _number("", lambda x: True)
     bias: dict[int, float] = {}
     for key, amount in value.items():
         is_text = isinstance(key, str) and key.isascii() and key.isdigit()
-        token_id = check_id(name, int(key) if is_text else key)
+        token_id = _integer(name, int(key) if is_text else key)
         if token_id in bias:
             raise _error(name, key, "each token id once")
-        bias[token_id] = check_amount(f"{name}[{key!r}]", amount)
+        bias[token_id] = _number(f"{name}[{key!r}]", amount)
     return bias or None
+
+
+INTEGERS = {"n": (1, None), "top_k": (-1, None), "seed": (-(2**63), 2**63 - 1), "max_tokens": (1, None)}
+"""The least and the greatest value; where nothing is said, 0 and none."""
+NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
+    "presence_penalty": ("in [-2, 2]", lambda x: -2 <= x <= 2),
+    "frequency_penalty": ("in [-2, 2]", lambda x: -2 <= x <= 2),
+    "repetition_penalty": ("above 0 (1 is off)", lambda x: x > 0),
+    "temperature": ("of at least 0 (0 is greedy)", lambda x: x >= 0),
+    "top_p": ("in (0, 1] (1 is off)", lambda x: 0 < x <= 1),
+    "min_p": ("in [0, 1] (0 is off)", lambda x: 0 <= x <= 1),
+}
+CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "int": _integer,
+    "float": _number,
+    "bool": _flag,
+    "Sequence[str]": _strings,
+    "Sequence[int]": _token_ids,
+    "Mapping[int, float]": _bias,
+}
+"""What a field of this type must be, and what becomes of it. (A type with "| None" allows None, too.)"""

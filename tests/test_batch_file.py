@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from nanoapc.batch_io import compress, decompress
 from nanoapc.batch_journal import Journal
 from nanoapc.batch_plan import Plan, count_forest
 from nanoapc.engine.model_runner import StepResult
+from nanoapc.engine.step_batch import StepBatch
 
 GOOD = [completion("a"), chat("b"), completion("c", "the lazy dog", max_tokens=7)]
 HAS_ZSTD = sys.version_info >= (3, 14) or importlib.util.find_spec("zstandard") is not None
@@ -174,7 +176,11 @@ def test_ordered_results_come_in_input_order(
 def null_model(llm: LLM) -> None:
     """From now on every step gives token 5, at no cost."""
     tiles = np.zeros((0, 6), np.int32)
-    llm.engine.runner.run = lambda batch: StepResult(np.full(len(batch.samples), 5), tiles)  # type: ignore[method-assign]
+
+    def launch(batch: StepBatch) -> Any:
+        return SimpleNamespace(batch=batch, wait=lambda: StepResult(np.full(len(batch.samples), 5), tiles))
+
+    llm.engine.runner.launch = launch  # type: ignore[method-assign]
 
 
 def memory_mib(field: str) -> float:

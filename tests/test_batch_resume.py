@@ -227,14 +227,14 @@ def test_a_full_disk_stops_the_run_with_whole_lines(
 def test_a_failed_step_stops_the_run_and_the_next_goes_on(
     tmp_path: Path, source: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target, steps, run = tmp_path / "out.jsonl", iter(range(100)), llm.engine.runner.run
+    target, steps, run = tmp_path / "out.jsonl", iter(range(100)), llm.engine.runner.launch
 
     def fail(batch: Any) -> Any:
         if next(steps) == 6:
             raise RuntimeError("out of memory")
         return run(batch)
 
-    monkeypatch.setattr(llm.engine.runner, "run", fail)
+    monkeypatch.setattr(llm.engine.runner, "launch", fail)
     with pytest.raises(BatchStopped, match="out of memory"):
         run_batch(source, target, llm, quiet=True)
     assert 0 < len(read_results(target)) < len(LINES)

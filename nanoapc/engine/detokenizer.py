@@ -13,6 +13,7 @@ differently in the incremental text.)
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -47,12 +48,11 @@ def output_text(
     ids = [int(i) for i in output_token_ids]
     if ended_by_token and not params.include_stop_str_in_output:
         ids.pop()
+    decode = partial(tokenizer.decode, skip_special_tokens=params.skip_special_tokens)
     context = _context(tokenizer, prompt_token_ids, params.skip_special_tokens)
-    before = tokenizer.decode(context, skip_special_tokens=params.skip_special_tokens)
-    text = tokenizer.decode(context + ids, skip_special_tokens=params.skip_special_tokens)
-    if not text.startswith(before):  # the output continues a run of byte tokens, and makes it invalid
-        return tokenizer.decode(ids, skip_special_tokens=params.skip_special_tokens)
-    return text[len(before) :]
+    before, text = decode(context), decode(context + ids)
+    # A text that begins otherwise continues a run of byte tokens of the prompt, and makes it invalid.
+    return text[len(before) :] if text.startswith(before) else decode(ids)
 
 
 def _context(tokenizer: Decoder, prompt_token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool) -> list[int]:
