@@ -1,10 +1,9 @@
 """Traces: reading what `LLM(..., trace="run.jsonl")` has written, and making one page of it.
 
-    run.jsonl --read_trace--> Trace --Replay--> the pool's state after any event
-                                    '--make_page--> one self-contained HTML file (trace_page.html + the data)
+    run.jsonl --read_trace--> Trace --make_page--> one self-contained HTML file (trace_page.html + the data)
 
-Invariant: `Replay` needs nothing but the trace's events (see `engine/events.py`) and ends in the pool's exact state.
-The page replays the same events in the browser. It loads nothing, and text is only data there, whatever a prompt holds.
+Invariant: the page replays the trace's events (see `engine/events.py`) in the browser, and needs nothing else to show
+the pool's exact state after any step. It loads nothing, and text is only data there, whatever a prompt holds.
 """
 
 from __future__ import annotations
@@ -12,19 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nanoapc.engine.events import FORMAT
 
-ROOT = -1
-EMPTY = -2
-"""Contents that are no prefix number: what first blocks continue, and nothing."""
 TEMPLATE = Path(__file__).with_name("trace_page.html")
-COLUMNS = ("step", "t", "s", "tiles", "shared", "read", "unshared", "run", "events")
+COLUMNS = ("step", "t", "s", "tiles", "shared", "read", "unshared", "run")
 
 
 @dataclass(frozen=True)
@@ -56,124 +51,28 @@ def read_trace(path: str | Path) -> Trace:
     return Trace(lines[0], lines[1:])
 
 
-class Replay:
-    """A pool's state, rebuilt event by event.
-
-    Attributes:
-        ref_counts: [num_blocks]; contents: [num_blocks] prefix numbers, EMPTY for none.
-        free, spared: the queues, block ids in the order of eviction.
-        tables: seq -> block ids of running sequences.
-        prefixes: (parent's number or ROOT, tokens, digest of the extra keys) of every content so far; equal ones once.
-    """
-
-    def __init__(self, num_blocks: int, block_size: int):
-        self.block_size = block_size
-        self.ref_counts = [0] * num_blocks
-        self.contents = [EMPTY] * num_blocks
-        self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self.spared: OrderedDict[int, None] = OrderedDict()
-        self.tables: dict[int, list[int]] = {}
-        self.prefixes: dict[tuple[int, tuple[int, ...], str], int] = {}
-
-    def apply(self, events: Iterable[list[Any]]) -> None:
-        """Brings the state forward; kinds that change no block are passed over."""
-        for kind, *values in events:
-            change = getattr(self, f"_{kind}", None)
-            if change is not None:
-                change(*values)
-
-    def _dequeue(self, block: int) -> None:
-        self.free.pop(block, None)
-        self.spared.pop(block, None)
-
-    def _enqueue(self, block: int, place: str) -> None:
-        queue = self.spared if place == "s" else self.free
-        queue[block] = None
-        if place == "h":
-            queue.move_to_end(block, last=False)
-
-    def _touch(self, block: int) -> None:
-        self._dequeue(block)
-        self.ref_counts[block] += 1
-
-    def _hit(self, seq: int, blocks: list[int]) -> None:
-        for block in blocks:
-            self._touch(block)
-        self.tables[seq] = list(blocks)
-
-    def _copied(self, seq: int, source: int, num_tokens: int) -> None:
-        self._touch(source)
-
-    def _evicted(self, block: int, wanted: int) -> None:
-        self.contents[block] = EMPTY
-
-    def _taken(self, seq: int, blocks: list[int]) -> None:
-        for block in blocks:
-            self._touch(block)
-        self.tables.setdefault(seq, []).extend(blocks)
-
-    def _stored(self, seq: int, first: int, tokens: list[int], salt: str) -> None:
-        table, size = self.tables[seq], self.block_size
-        parent = self.contents[table[first - 1]] if first else ROOT
-        for i in range(len(tokens) // size):
-            content = (parent, tuple(tokens[i * size : (i + 1) * size]), "" if i else salt)
-            parent = self.prefixes.setdefault(content, len(self.prefixes))
-            self.contents[table[first + i]] = parent
-
-    def _withdrawn(self, blocks: list[int]) -> None:
-        for block in blocks:
-            self.contents[block] = EMPTY
-
-    def _released(self, block: int, place: str) -> None:
-        self.ref_counts[block] -= 1
-        if place != "-":
-            self._enqueue(block, place)
-
-    def _freed(self, seq: int, places: str) -> None:
-        for block, place in zip(reversed(self.tables.pop(seq)), places, strict=True):
-            self._released(block, place)
-
-    def _moved(self, block: int, place: str) -> None:
-        self._dequeue(block)
-        self._enqueue(block, place)
-
-    def _cleared(self) -> None:
-        for block, content in enumerate(self.contents):
-            if content != EMPTY and block in self.spared:
-                self._moved(block, "t")
-        self.contents = [EMPTY] * len(self.contents)
-
-
 def make_page(trace: Trace, decode: Callable[[list[int]], str] | None = None) -> str:
     """The HTML page of a trace; decode turns tokens into text (None: the ids are shown)."""
-    header = trace.header
-    replay = Replay(header["num_blocks"], header["block_size"])
-    columns: dict[str, list[Any]] = {name: [] for name in COLUMNS}
-    for line in trace.lines:
-        events = []
-        for event in line["events"]:
-            lost = replay.contents[event[1]] if event[0] == "evicted" else EMPTY
-            replay.apply([event])
-            events.append(_page_event(event, replay, lost))
-        for name in COLUMNS:
-            columns[name].append(events if name == "events" else line.get(name))
+    blocks: dict[tuple[int, ...], int] = {}
+    columns = {name: [line.get(name) for line in trace.lines] for name in COLUMNS}
+    columns["events"] = [
+        [_page_event(event, trace.header["block_size"], blocks) for event in line["events"]] for line in trace.lines
+    ]
     show = decode or (lambda token_ids: " ".join(map(str, token_ids)) + " ")
-    prefixes = [[parent, show(list(tokens)), salt] for parent, tokens, salt in replay.prefixes]
-    info = {name: header.get(name) for name in ("model", "block_size", "num_blocks")}
-    data = json.dumps({"info": info, "prefixes": prefixes, "steps": columns}, separators=(",", ":"))
+    info = {name: trace.header.get(name) for name in ("model", "block_size", "num_blocks")}
+    texts = [show(list(tokens)) for tokens in blocks]
+    data = json.dumps({"info": info, "texts": texts, "steps": columns}, separators=(",", ":"))
     # In a script element only "<" could end the data; JSON may write it as an escape.
     return TEMPLATE.read_text(encoding="utf-8").replace("{{DATA}}", data.replace("<", "\\u003c"))
 
 
-def _page_event(event: list[Any], replay: Replay, lost: int) -> list[Any]:
-    """An event that was just applied, for the page: contents by their numbers, also what an evicted block held."""
-    if event[0] == "evicted":
-        return [*event, lost]
+def _page_event(event: list[Any], size: int, blocks: dict[tuple[int, ...], int]) -> list[Any]:
+    """An event for the page: the tokens of each stored block become their number in `blocks`, each content once."""
     if event[0] != "stored":
         return event
-    _, seq, first, tokens, _ = event
-    table = replay.tables[seq][first : first + len(tokens) // replay.block_size]
-    return ["stored", seq, first, [replay.contents[block] for block in table]]
+    kind, seq, first, tokens, salt = event
+    parts = [tuple(tokens[start : start + size]) for start in range(0, len(tokens), size)]
+    return [kind, seq, first, [blocks.setdefault(part, len(blocks)) for part in parts], salt]
 
 
 def add_parser(subparsers: Any) -> None:

@@ -113,7 +113,7 @@ class NaiveCache:
     def clear(self) -> bool:
         if +self.users:
             return False
-        self.free += sorted(self.spared)
+        self.free = sorted([*self.free, *self.spared])
         self.spared.clear()
         self.content.clear()
         self.holders.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny_models import random_ids
 
 from nanoapc import LLM
-from nanoapc.engine.metrics import RECENT_REQUESTS, Metrics, PrefixCacheStats
+from nanoapc.engine.metrics import RECENT_REQUESTS, PrefixCacheStats
 
 TEN_BLOCKS: dict[str, Any] = {"num_kv_blocks": 10, "max_model_len": 40, "block_size": 4}
 DOCUMENT = list(range(100, 115))
@@ -213,17 +212,6 @@ class TestPrometheus:
         while llm.has_unfinished_requests():
             llm.step()
         assert _value(path, "nanoapc:num_requests_running") == 0
-
-    def test_a_missing_package_is_named_at_construction(
-        self, make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setitem(sys.modules, "prometheus_client", None)
-        with pytest.raises(ValueError, match=r"pip install 'nanoapc\[metrics\]'"):
-            make_llm(metrics_file=tmp_path / "x.prom")
-        llm = make_llm()  # without the file nothing is missed
-        assert llm.metrics().queried_tokens == 0
-        with pytest.raises(ValueError, match="prometheus-client"):
-            Metrics().to_prometheus()
 
     def test_a_missing_folder_is_named(self, make_llm: MakeLLM, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="there is no such folder"):

@@ -12,6 +12,7 @@ import pytest
 from conftest import MakeLLM
 from host_helpers import NullEngine
 from llm_helpers import greedy, run
+from replay import EMPTY, ROOT, Replay
 from test_metrics import TEN_BLOCKS, run_ten_blocks
 from tiny_models import random_ids
 
@@ -20,7 +21,7 @@ from nanoapc.engine.block_hash import decode_tokens
 from nanoapc.engine.block_pool import BlockPool, Prefix
 from nanoapc.engine.events import Events
 from nanoapc.engine.sequence import Sequence
-from nanoapc.trace import EMPTY, ROOT, Replay, make_page, read_trace
+from nanoapc.trace import make_page, read_trace
 
 
 def content(prefix: Prefix | None, block_size: int) -> tuple[tuple[int, ...], ...]:
@@ -261,8 +262,7 @@ def test_the_page_is_made_by_the_command(make_llm: MakeLLM, tmp_path: Path, caps
     path, page = tmp_path / "run.jsonl", tmp_path / "page.html"
     run(make_llm(trace=path), ["The quick brown fox jumps over the lazy dog."])
     assert main(["trace", str(path), "-o", str(page)]) == 0
-    texts = [text for _, text, _ in page_data(page.read_text())["prefixes"]]
-    assert "".join(texts).startswith("The quick brown fox")
+    assert "".join(page_data(page.read_text())["texts"]).startswith("The quick brown fox")
     assert main(["trace", str(path)]) == 0
     assert (tmp_path / "run.html").read_text() == page.read_text()
     assert main(["trace", str(tmp_path / "missing.jsonl")]) == 2
@@ -277,7 +277,7 @@ def test_a_page_holds_the_trace_and_loads_nothing(make_llm: MakeLLM, tmp_path: P
     hostile = "</script><script>alert(1)</script><!--"
     page = make_page(read_trace(path), lambda token_ids: hostile)
     assert hostile not in page and "</script><script>alert" not in page
-    assert page_data(page)["prefixes"][0][1] == hostile
+    assert page_data(page)["texts"][0] == hostile
     for forbidden in ("http:", "https:", "src=", "href=", "@import", "url("):
         assert forbidden not in page
     assert "default-src 'none'" in page

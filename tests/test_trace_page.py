@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from replay import EMPTY, Replay
 from test_trace import Traced, play_anything
 
-from nanoapc.trace import EMPTY, Replay, Trace, make_page, read_trace
+from nanoapc.trace import Trace, make_page, read_trace
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser")
 FLAGS = [

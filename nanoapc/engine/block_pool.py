@@ -306,9 +306,10 @@ class BlockPool:
         for block in self.blocks:
             if block.prefix is not None:
                 self.unindex(block)
-                if block.queue is self.spared:
-                    self.spared.remove(block)
-                    self.free.append(block)
+        # In their first order again, so that memory that has been used before is used first.
+        self.free, self.spared = FreeBlockQueue(), FreeBlockQueue()
+        for block in self.blocks:
+            self.free.append(block)
         self.evicted.clear()
         if self.events is not None:
             self.events.cleared()

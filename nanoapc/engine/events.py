@@ -5,8 +5,8 @@
 
 An engine that does neither has no Events: each place asks `if self.events is not None` and that is all it costs.
 Invariant: applied in order to an empty pool, the events of a trace give the pool's state exactly: reference counts,
-contents, block tables and the order of both queues (`trace.Replay` does it, and so does the trace page). A trace that
-can no longer be written is given up with a warning; the run goes on.
+contents, block tables and the order of both queues (the trace page does it). A trace that can no longer be written is
+given up with a warning; the run goes on.
 
     added      seq, request id, prompt tokens            preempted, finished   seq (and the finish reason)
     admitted   seq, tokens found in the cache (-1: it did not look)
@@ -17,7 +17,7 @@ can no longer be written is given up with a warning; the run goes on.
     withdrawn  blocks: the step that should have filled them has not run
     freed      seq, for each of its blocks, last first, where it went: - still used, h head, t tail, s spared
     released   block, where it went                      moved     block, the queue that it went to
-    cleared    (all content is forgotten)
+    cleared    (all content is forgotten, and the free queue is in the order of ids again)
 
 A line: {"step", "t": seconds since the start, "s": seconds it took, "run": [[seq, first position, tokens], ...],
 "tiles", "shared": of those, tiles of several sequences, "read" and "unshared": KV positions that attention reads, and
@@ -66,7 +66,7 @@ def configure_logging() -> bool:
 
 
 class Events:
-    """Takes events down.
+    """Takes events down: a method for each kind; the table at the top of this file says what they mean.
 
     Args:
         trace: the file to write; None only logs.
@@ -76,7 +76,7 @@ class Events:
     """
 
     def __init__(self, trace: str | None, header: dict[str, Any]):
-        self._file = None if trace is None else open(trace, "w", encoding="utf-8")  # noqa: SIM115
+        self._file = None if trace is None else open(trace, "w", 1, encoding="utf-8")  # noqa: SIM115  # line by line
         self._log = logger.isEnabledFor(logging.DEBUG)
         self._start = time.perf_counter()
         self._step = 0
@@ -84,19 +84,13 @@ class Events:
         self._last_run: int | None = None  # composition of the line before
         self._write({**FORMAT, **header})
 
-    def _write(self, line: dict[str, Any], flush: bool = False) -> None:
+    def _write(self, line: dict[str, Any]) -> None:
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(line, separators=(",", ":")) + "\n" if line else "")
-            if flush:
-                self._file.flush()
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
         except OSError as error:
             logger.warning("the trace ends here, it cannot be written: %s", error)
-            self._close()
-
-    def _close(self) -> None:
-        if self._file is not None:
             with contextlib.suppress(OSError):
                 self._file.close()
             self._file = None
@@ -110,7 +104,6 @@ class Events:
     # -- sequences ---------------------------------------------------------------------------------------
 
     def added(self, seqs: Iterable[Sequence]) -> None:
-        """Sequences begin to wait."""
         for seq in seqs:
             request = getattr(seq.request, "request_id", "")
             self._add("added", seq=seq.seq_id, request=request, tokens=seq.num_prompt_tokens)
@@ -122,18 +115,15 @@ class Events:
             logger.debug("step %d: looked_up %s blocks=%s", self._step, found, [b.block_id for b in match.shared])
 
     def preempted(self, seq: Sequence) -> None:
-        """A running sequence waits again."""
         self._add("preempted", seq=seq.seq_id)
 
     def finished(self, seqs: Iterable[Sequence]) -> None:
-        """Sequences have ended."""
         for seq in seqs:
             self._add("finished", seq=seq.seq_id, reason=seq.finish_reason)
 
     # -- blocks ------------------------------------------------------------------------------------------
 
     def admitted(self, seq: Sequence, match: Match) -> None:
-        """A sequence begins to run; it shares blocks and copies a part of another."""
         self._add("admitted", seq=seq.seq_id, cached=match.num_cached_tokens if seq.reads_cache else -1)
         if match.shared:
             self._add("hit", seq=seq.seq_id, blocks=[block.block_id for block in match.shared])
@@ -141,11 +131,9 @@ class Events:
             self._add("copied", seq=seq.seq_id, source=match.copy[0].block_id, tokens=match.copy[1])
 
     def evicted(self, block: Block, wanted: bool) -> None:
-        """A cached block loses its content, because it is taken next."""
         self._add("evicted", block=block.block_id, wanted=int(wanted))
 
     def taken(self, seq: Sequence, blocks: list[Block]) -> None:
-        """Fresh blocks at the end of a sequence's block table."""
         if blocks:
             self._add("taken", seq=seq.seq_id, blocks=[block.block_id for block in blocks])
 
@@ -162,26 +150,21 @@ class Events:
         self._add("stored", seq=seq.seq_id, first=first, tokens=decode_tokens(b"".join(labels)), salt=salt)
 
     def withdrawn(self, blocks: list[Block]) -> None:
-        """The step has not run: these hold nothing."""
         if blocks:
             self._add("withdrawn", blocks=[block.block_id for block in blocks])
 
     def freed(self, seq: Sequence, pool: BlockPool) -> None:
-        """A sequence has given its blocks back (they still stand in its block table)."""
         if seq.blocks:
             places = "".join(_place(block, pool) for block in reversed(seq.blocks))
             self._add("freed", seq=seq.seq_id, places=places)
 
     def released(self, block: Block, pool: BlockPool) -> None:
-        """The source of a copy is held no longer."""
         self._add("released", block=block.block_id, place=_place(block, pool))
 
     def moved(self, block: Block, pool: BlockPool) -> None:
-        """An idle block went to the tail of the other queue, because something waiting wants it, or nothing does."""
         self._add("moved", block=block.block_id, place=_place(block, pool))
 
     def cleared(self) -> None:
-        """All content is forgotten."""
         self._add("cleared")
 
     # -- steps -------------------------------------------------------------------------------------------
@@ -217,13 +200,16 @@ class Events:
 
     def flush(self) -> None:
         """Everything so far is in the file, so that it can be read while the engine is idle."""
-        self._write({"events": self._events} if self._events else {}, flush=True)
-        self._events = []
+        if self._events:
+            self._write({"events": self._events})
+            self._events = []
 
     def close(self) -> None:
         """Writes the rest; afterwards events go to the log alone."""
         self.flush()
-        self._close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
 
 def _place(block: Block, pool: BlockPool) -> str:

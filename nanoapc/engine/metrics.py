@@ -20,12 +20,14 @@ needs for its last token alone) are left out.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -44,12 +46,12 @@ INTERVAL_S = 10.0
 
 def _counter(name: str, text: str) -> Any:
     """A number that only grows: its name for Prometheus, and what it means."""
-    return field(default=0, metadata={"name": name, "help": text, "kind": "Counter"})
+    return field(default=0, metadata={"name": name, "help": text, "kind": "counter"})
 
 
 def _gauge(name: str, text: str) -> Any:
     """A number that goes up and down."""
-    return field(default=0, metadata={"name": name, "help": text, "kind": "Gauge"})
+    return field(default=0, metadata={"name": name, "help": text, "kind": "gauge"})
 
 
 @dataclass
@@ -131,10 +133,23 @@ class Metrics(Counts):
 
     def to_prometheus(self) -> str:
         """Prometheus' text format, named as vLLM names its own ("nanoapc:prefix_cache_queries_total")."""
-        registry = _registry(self)
-        from prometheus_client import generate_latest
+        lines: list[str] = []
+        for item in fields(self):
+            if item.metadata:
+                lines += _family(**item.metadata, values={"": getattr(self, item.name)})
+        for unit in ("steps", "tokens", "seconds"):
+            values = {f'{{phase="{phase}"}}': getattr(stats, unit) for phase, stats in self.steps.items()}
+            lines += _family(f"phase_{unit}", f"{unit} of the steps, by phase", "counter", values)
+        return "\n".join(lines) + "\n"
 
-        return generate_latest(registry).decode()
+
+def _family(name: str, help: str, kind: str, values: Mapping[str, float]) -> Iterator[str]:
+    """The lines of one metric; values: labels -> number."""
+    name = f"nanoapc:{name}" + ("_total" if kind == "counter" else "")
+    yield f"# HELP {name} {help}"
+    yield f"# TYPE {name} {kind}"
+    for labels, value in values.items():
+        yield f"{name}{labels} {float(value)}"
 
 
 def collect(scheduler: Scheduler, steps: dict[str, PhaseStats], model: ModelConfig, dtype: torch.dtype) -> Metrics:
@@ -164,52 +179,15 @@ def collect(scheduler: Scheduler, steps: dict[str, PhaseStats], model: ModelConf
     )
 
 
-class _Collector:
-    """One moment's Metrics as prometheus_client wants them."""
-
-    def __init__(self, metrics: Metrics):
-        self._metrics = metrics
-
-    def collect(self) -> Iterator[Any]:
-        """The families."""
-        from prometheus_client import core
-
-        for item in fields(self._metrics):
-            if item.metadata:
-                family = getattr(core, f"{item.metadata['kind']}MetricFamily")
-                value = getattr(self._metrics, item.name)
-                yield family(f"nanoapc:{item.metadata['name']}", item.metadata["help"], value=value)
-        for unit in ("steps", "tokens", "seconds"):
-            text = f"{unit} of the steps, by phase"
-            counter = core.CounterMetricFamily(f"nanoapc:phase_{unit}", text, labels=["phase"])
-            for phase, stats in self._metrics.steps.items():
-                counter.add_metric([phase], getattr(stats, unit))
-            yield counter
-
-
-def _registry(metrics: Metrics) -> Any:
-    """What prometheus_client writes; ValueError without that package."""
-    try:
-        from prometheus_client import CollectorRegistry
-    except ImportError:
-        raise ValueError(
-            "metrics in Prometheus' format need the package prometheus-client: pip install 'nanoapc[metrics]'"
-        ) from None
-    registry = CollectorRegistry()
-    registry.register(_Collector(metrics))  # type: ignore[arg-type]
-    return registry
-
-
 class MetricsFile:
     """A textfile for the node exporter's collector (which reads *.prom); replaced as a whole, never half written.
 
     Raises:
-        ValueError: the package prometheus-client is missing, or the file's folder is.
+        ValueError: the file's folder is missing.
     """
 
     def __init__(self, path: str):
-        _registry(Metrics())
-        if not os.path.isdir(os.path.dirname(path) or "."):
+        if not Path(path).parent.is_dir():
             raise ValueError(f"metrics_file={path!r}: there is no such folder; make it first")
         self._path = path
         self._written = time.monotonic()
@@ -221,10 +199,12 @@ class MetricsFile:
 
     def write(self, metrics: Metrics) -> None:
         """Replaces the file. If that fails the run goes on: there is a warning, and another try when it is due."""
-        from prometheus_client import write_to_textfile
-
         self._written = time.monotonic()
+        temporary = Path(f"{self._path}.{os.getpid()}.tmp")  # no *.prom: the node exporter must not see it
         try:
-            write_to_textfile(self._path, _registry(metrics))
+            temporary.write_text(metrics.to_prometheus(), encoding="utf-8")
+            temporary.replace(self._path)
         except OSError as error:
             logger.warning("the metrics file cannot be written: %s", error)
+            with contextlib.suppress(OSError):
+                temporary.unlink()
