@@ -10,7 +10,7 @@ from transformers import LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
-from nanoapc.layers.rotary import RopeConfig, cos_sin_table, inverse_frequencies
+from nanoapc.layers.rotary import cos_sin_table, read_rope
 
 MAX_LEN = 700
 LLAMA3 = {
@@ -53,7 +53,7 @@ def test_table_equals_transformers_bit_for_bit(name: str, head_dim: int) -> None
     cos, sin = LlamaRotaryEmbedding(hf_config)(torch.zeros(1), torch.arange(MAX_LEN)[None])
     half = head_dim // 2
 
-    table = cos_sin_table(RopeConfig.from_json(config), head_dim, MAX_LEN, torch.device("cpu"))
+    table = cos_sin_table(read_rope(config), head_dim, MAX_LEN, torch.device("cpu"))
 
     assert table.dtype == torch.float32
     torch.testing.assert_close(table[:, :half], cos[0, :, :half], rtol=0, atol=0)
@@ -63,12 +63,12 @@ def test_table_equals_transformers_bit_for_bit(name: str, head_dim: int) -> None
 @pytest.mark.parametrize("name", ROPES)
 def test_both_spellings_mean_the_same(name: str) -> None:
     config = {"max_position_embeddings": 512, "rope_parameters": dict(ROPES[name])}
-    assert RopeConfig.from_json(old_spelling(config)) == RopeConfig.from_json(config)
+    assert read_rope(old_spelling(config)) == read_rope(config)
 
 
 def test_the_key_type_is_an_old_name_of_rope_type() -> None:
     raw = {"max_position_embeddings": 512, "rope_scaling": {"type": "linear", "factor": 2.0}}
-    assert RopeConfig.from_json(raw) == RopeConfig("linear", factor=2.0, rope_theta=10000.0)
+    assert read_rope(raw) == read_rope({**raw, "rope_scaling": {"rope_type": "linear", "factor": 2.0}})
 
 
 def test_an_original_length_at_the_top_level_comes_first() -> None:
@@ -79,20 +79,21 @@ def test_an_original_length_at_the_top_level_comes_first() -> None:
         "rope_parameters": rope,
     }
     hf_config = Qwen3Config(head_dim=64, **{**config, "rope_parameters": dict(rope)})
-    expected = Qwen3RotaryEmbedding(hf_config).inv_freq
-    torch.testing.assert_close(inverse_frequencies(RopeConfig.from_json(config), 64), expected, rtol=0, atol=0)
+    cos, _ = Qwen3RotaryEmbedding(hf_config)(torch.zeros(1), torch.arange(9)[None])
+    table = cos_sin_table(read_rope(config), 64, 9, torch.device("cpu"))
+    torch.testing.assert_close(table[:, :32], cos[0, :, :32], rtol=0, atol=0)
 
 
 def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths() -> None:
     rope = {"rope_type": "yarn", "original_max_position_embeddings": 128}
-    assert RopeConfig.from_json({"max_position_embeddings": 512, "rope_parameters": rope}).factor == 4.0
+    assert read_rope({"max_position_embeddings": 512, "rope_parameters": rope})["factor"] == 4.0
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "mrope", "su", "nonsense"])
 def test_other_rope_types_are_refused_by_name(rope_type: str) -> None:
     raw = {"max_position_embeddings": 512, "rope_scaling": {"rope_type": rope_type, "factor": 2.0}}
     with pytest.raises(ValueError, match=f"'{rope_type}' is not supported.*default, linear, llama3, yarn"):
-        RopeConfig.from_json(raw)
+        read_rope(raw)
 
 
 @pytest.mark.parametrize(
@@ -113,4 +114,4 @@ def test_other_rope_types_are_refused_by_name(rope_type: str) -> None:
 )
 def test_bad_rope_parameters_are_named(rope: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        RopeConfig.from_json({"max_position_embeddings": 512, "rope_parameters": rope})
+        read_rope({"max_position_embeddings": 512, "rope_parameters": rope})

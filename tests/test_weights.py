@@ -210,10 +210,17 @@ class CountingKernels(ReferenceKernels):
         self.most_alive = 0
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+        self._count(weight)
+        return super().pack_linear(weight.clone(), None if bias is None else bias.clone())
+
+    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
+        self._count(weight)
+        return super().pack_gated_linear(weight.clone(), None if bias is None else bias.clone())
+
+    def _count(self, weight: Tensor) -> None:
         self.originals.append(weakref.ref(weight.untyped_storage()))
         gc.collect()
         self.most_alive = max(self.most_alive, sum(ref() is not None for ref in self.originals))
-        return super().pack_linear(weight.clone(), None if bias is None else bias.clone())
 
 
 class TestMemory:

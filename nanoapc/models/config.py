@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nanoapc.layers.rotary import RopeConfig
+from nanoapc.layers.rotary import read_rope
 from nanoapc.models.checkpoint import check_directory, read_headers, read_json, tensor_files
 from nanoapc.models.registry import find_family
 
@@ -39,7 +39,7 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     rms_norm_eps: float
-    rope: RopeConfig
+    rope: dict[str, Any]
     max_position_embeddings: int
     tie_word_embeddings: bool
     qkv_bias: bool
@@ -63,8 +63,8 @@ class ModelConfig:
         generation_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
         try:
             if (name := raw.get("dtype") or raw.get("torch_dtype")) is None:
-                files = tensor_files(directory)
-                dtype = read_headers({min(files): files[min(files)]})[min(files)][1]
+                first, file = min(tensor_files(directory).items())
+                dtype = read_headers({first: file})[first][1]
             elif (name := str(name).removeprefix("torch.")) in DTYPES:
                 dtype = DTYPES[name]
             else:
@@ -78,8 +78,8 @@ class ModelConfig:
         """The config for a parsed config.json; `generation_eos` is generation_config.json's eos_token_id."""
         family = find_family(raw)
         raw = {**family.config_defaults, **raw}
-        variant = family.variant(raw)
-        _refuse_unsupported(raw, variant.sliding_window)
+        variant = family.variant(raw)._asdict()
+        _refuse_unsupported(raw, variant.pop("sliding_window"))
         hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
         num_kv_heads = num_heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads")
         head_dim = hidden_size // num_heads if raw.get("head_dim") is None else _size(raw, "head_dim")
@@ -98,14 +98,11 @@ class ModelConfig:
             head_dim=head_dim,
             rms_norm_eps=float(raw.get("rms_norm_eps") or 1e-6),
             max_position_embeddings=_size(raw, "max_position_embeddings"),
-            rope=RopeConfig.from_json(raw),
+            rope=read_rope(raw),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
-            qkv_bias=variant.qkv_bias,
-            output_bias=variant.output_bias,
-            mlp_bias=variant.mlp_bias,
-            qk_norm=variant.qk_norm,
             dtype=dtype,
             eos_token_ids=_token_ids(raw.get("eos_token_id") if generation_eos is None else generation_eos),
+            **variant,
         )
 
 

@@ -57,8 +57,7 @@ def load_model(
     """Builds a model and fills it from a directory of safetensors, or with noise (load_format "dummy").
 
     Args:
-        model_dir: the directory; not read for "dummy".
-        config: what `ModelConfig.from_directory` says of it.
+        model_dir, config: the directory (not read for "dummy"), and what `ModelConfig.from_directory` says of it.
         dtype, device: of weights and activations.
         kernels: the device's functions; they take over the linear layers' weights.
         max_len: the longest sequence in tokens.
@@ -70,15 +69,14 @@ def load_model(
     model = family(config, kernels, max_len, device).eval()
     destinations = _destinations(model)
     if load_format == "dummy":
-        _fill(model, destinations, _noise(destinations, dtype, device), dtype, device)
+        tensors = _noise(destinations, dtype, device)
     elif load_format == "auto":
         files = tensor_files(Path(model_dir))
         shapes = {name: shape for name, (shape, _) in read_headers(files).items()}
-        names = _check(str(model_dir), config, destinations, shapes)
-        names.sort(key=lambda name: (name == HEAD and config.tie_word_embeddings, files[name], name))
-        _fill(model, destinations, read_tensors(files, names), dtype, device)
+        tensors = read_tensors(files, _check(str(model_dir), config, destinations, shapes))
     else:
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
+    _fill(model, destinations, tensors, dtype, device)
     return model
 
 
@@ -94,7 +92,6 @@ def replace_weights(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> N
     destinations = _destinations(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
     names = _check("the given weights", model.config, destinations, shapes)
-    names.sort(key=lambda name: name == HEAD and model.config.tie_word_embeddings)
     weight = model.model.embed_tokens.weight
     _fill(model, destinations, ((name, given[name]) for name in names), weight.dtype, weight.device)
 
@@ -118,12 +115,9 @@ def _destinations(model: CausalLM) -> dict[str, Destination]:
 
 
 def _check(
-    source: str,
-    config: ModelConfig,
-    destinations: Mapping[str, Destination],
-    shapes: Mapping[str, tuple[int, ...]],
+    source: str, config: ModelConfig, destinations: Mapping[str, Destination], shapes: Mapping[str, tuple[int, ...]]
 ) -> list[str]:
-    """The names to read: all that the model needs, and a tied head to compare."""
+    """The names to read, in the order of `shapes`: all that the model needs, and last a tied head to compare."""
     spare = {HEAD} if config.tie_word_embeddings else set()
     names = [name for name in shapes if not name.endswith(IGNORED_SUFFIX)]
     problems = [
@@ -137,7 +131,7 @@ def _check(
         problems.append(f"not part of a {config.architecture} with this config.json: {_some(surplus)}")
     if problems:
         raise ValueError(f"{source} does not fit its config.json. {_some(problems, '; ')}")
-    return names
+    return sorted(names, key=spare.__contains__)
 
 
 def _some(items: Sequence[str], separator: str = ", ") -> str:
@@ -169,22 +163,19 @@ def _fill(
     waiting = Counter(destination.module for destination in destinations.values())
     for name, tensor in tensors:
         if name not in destinations:  # a tied head: last in the order, so the embedding is there
-            _compare_tied_head(model, tensor)
+            embedding = model.model.embed_tokens.weight
+            if not torch.equal(tensor.to(embedding.device, embedding.dtype), embedding):
+                logger.warning("%s is ignored: it differs from the embedding, to which config.json ties it", name)
             continue
         module, parameter, first_row, shape = destinations[name]
-        if getattr(module, parameter).is_meta:
-            whole = torch.empty(getattr(module, parameter).shape, dtype=dtype, device=device)
-            setattr(module, parameter, nn.Parameter(whole, requires_grad=False))
-        getattr(module, parameter).data[first_row : first_row + shape[0]].copy_(tensor)
+        whole = getattr(module, parameter)
+        if whole.is_meta:
+            whole = nn.Parameter(torch.empty(whole.shape, dtype=dtype, device=device), requires_grad=False)
+            setattr(module, parameter, whole)
+        whole.data[first_row : first_row + shape[0]].copy_(tensor)
         waiting[module] -= 1
         if isinstance(module, Linear) and waiting[module] == 0:
             module.pack(model.kernels)
     if model.config.tie_word_embeddings:
         model.tie_head()
         model.lm_head.pack(model.kernels)
-
-
-def _compare_tied_head(model: CausalLM, head: Tensor) -> None:
-    embedding = model.model.embed_tokens.weight
-    if not torch.equal(head.to(embedding.device, embedding.dtype), embedding):
-        logger.warning("%s is ignored: it differs from the embedding, to which config.json ties the head", HEAD)
