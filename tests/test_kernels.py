@@ -18,6 +18,7 @@ from nanoapc.engine.attention_plan import AttentionPlan, AttentionPlanner
 from nanoapc.kernels import Kernels
 from nanoapc.kernels.cpu import CpuKernels
 from nanoapc.kernels.reference import ReferenceKernels, gumbel_noise
+from nanoapc.kernels.reference_sampling import fixed_weights
 
 REFERENCE = ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -270,12 +271,26 @@ def test_linear_equals_the_reference(kernels: Kernels, shape: tuple[int, int], d
             torch.testing.assert_close(out, expected, **close(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(64, 64), (96, 576), (100, 70), (2, 33), (2050, 96)])
+def test_gated_linear_equals_the_reference(kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, bias = (3 * torch.randn(s) / s[-1] ** 0.5 for s in (shape, shape[:1]))
+    for num_rows in (0, 1, 17, 90):
+        x = torch.randn(num_rows, shape[1]).to(dtype)
+        for b in (None, bias.to(dtype)):
+            out, expected = (k.pack_gated_linear(weight.to(dtype), b)(x) for k in (kernels, REFERENCE))
+            # A gate that rounds to its neighbour moves the result by as much.
+            torch.testing.assert_close(out, expected, **close(dtype))
+
+
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES[:2])
-@pytest.mark.parametrize("shape", [*SHAPES, (64, 3072), (8192, 64)])
+@pytest.mark.parametrize("shape", [*SHAPES[:4], *SHAPES[5:6], (2050, 96), (64, 3072), (8192, 64)])
 def test_linear_bits_of_a_row_do_not_depend_on_the_other_rows(
-    kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype
+    kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype, gated: bool
 ) -> None:
-    linear = kernels.pack_linear(torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype))
+    pack = kernels.pack_gated_linear if gated else kernels.pack_linear
+    linear = pack(torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype))
     x = torch.randn(700, shape[1]).to(dtype)
     whole = linear(x)
     for num_rows in (
@@ -312,7 +327,7 @@ def test_linear_bits_of_a_row_do_not_depend_on_the_other_rows(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("size", [1, 16, 72, 576, 1024])
-def test_norms_and_activation_equal_the_reference(kernels: Kernels, size: int, dtype: torch.dtype) -> None:
+def test_norms_equal_the_reference(kernels: Kernels, size: int, dtype: torch.dtype) -> None:
     for num_rows in (0, 1, 5, 130):
         x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((num_rows, size), (num_rows, size), (size,)))
         torch.testing.assert_close(
@@ -322,16 +337,13 @@ def test_norms_and_activation_equal_the_reference(kernels: Kernels, size: int, d
         expected_normed, expected_total = REFERENCE.add_rms_norm(x, residual, weight, 1e-5)
         assert torch.equal(total, expected_total)
         torch.testing.assert_close(normed, expected_normed, **close(dtype, 1e-5))
-        gate_up = torch.randn(num_rows, 2 * size).mul(10).to(dtype)
-        torch.testing.assert_close(kernels.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up), **close(dtype, 1e-5))
 
 
 @pytest.mark.parametrize("value", [-200.0, -88.0, -87.0, 0.0, 88.0, 200.0, float("nan"), float("inf")])
 def test_activation_at_the_ends_of_its_range(kernels: Kernels, value: float) -> None:
-    gate_up = torch.tensor([[value, 2.0]])
-    torch.testing.assert_close(
-        kernels.silu_and_mul(gate_up), REFERENCE.silu_and_mul(gate_up), rtol=1e-5, atol=1e-30, equal_nan=True
-    )
+    bias = torch.tensor([value, 2.0])  # of gate and up
+    gated, expected = (k.pack_gated_linear(torch.zeros(2, 3), bias)(torch.zeros(1, 3)) for k in (kernels, REFERENCE))
+    torch.testing.assert_close(gated, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -426,6 +438,23 @@ def test_noise_follows_its_specification() -> None:
         torch.testing.assert_close(noise, expected)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_ids", [1, 15, 256, 1000, 50_003])
+def test_argmax_equals_the_reference(kernels: Kernels, num_ids: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(7, num_ids + 5).mul(3).round().to(dtype)  # many ties, and rows with a stride of their own
+    logits[1] = -torch.inf
+    logits[2, num_ids // 2] = torch.nan
+    logits[3, -6] = torch.inf
+    logits[4, num_ids - 1] = 100.0
+    logits[:, num_ids:] = 1000.0
+    peak, ids = kernels.argmax(logits[:, :num_ids])
+    expected, expected_ids = REFERENCE.argmax(logits[:, :num_ids])
+    assert peak.dtype == torch.float32
+    torch.testing.assert_close(peak, expected, rtol=0, atol=0, equal_nan=True)
+    known = expected.isfinite()  # where there is no token to sample, the id says nothing
+    assert torch.equal(ids[known], expected_ids[known])
+
+
 @pytest.mark.parametrize("scale", [0.0, 1.0, 30.0])
 @pytest.mark.parametrize("num_ids", [1, 15, 128, 1000, 151_936])
 def test_gumbel_argmax_equals_the_reference(kernels: Kernels, num_ids: int, scale: float) -> None:
@@ -445,3 +474,57 @@ def test_gumbel_argmax_draws_from_the_softmax(kernels: Kernels) -> None:
     logits = probabilities.log().expand(num_draws, -1).contiguous()
     ids = kernels.gumbel_argmax(logits, torch.arange(num_draws), torch.full((num_draws,), 9))
     assert (ids.bincount(minlength=5) / num_draws - probabilities).abs().max() < 0.015
+
+
+def rows_of_logits(num_ids: int) -> Tensor:
+    """[7, num_ids]: flat and peaked rows, ties, holes, zeros of both signs, far below the peak, nothing left."""
+    x = torch.randn(7, num_ids) * torch.tensor([0.1, 3.0, 3.0, 3.0, 1.0, 3.0, 1.0])[:, None]
+    x[1] = 3.0 - torch.arange(num_ids) % 5
+    x[2] = x[2].bfloat16().float()
+    x[3, torch.rand(num_ids) < 0.5] = -torch.inf
+    x[4] = torch.where(x[4] > 0, 0.0, -0.0)
+    x[5, 1:] -= 1000
+    x[6] = -torch.inf
+    return x
+
+
+@pytest.mark.parametrize("num_ids", [1, 5, 300, 5000, 151_936])
+def test_keep_top_equals_the_reference(kernels: Kernels, num_ids: int) -> None:
+    x = rows_of_logits(num_ids)
+    off, one = [num_ids] * 7, [1] * 7
+    some = [min(k, num_ids) for k in (50, 3 * num_ids // 10 + 1, 7, num_ids, 1000, 3, num_ids)]
+    for ks, share in ((off, 0.9), (off, 1 - 1e-16), (off, 1e-9), (one, 0.5), (some, 1.0), (some, 0.9)):
+        top_k, top_p = torch.tensor(ks), torch.full((7,), share, dtype=torch.float64)
+        top_p[5:] = 1.0
+        assert torch.equal(kernels.keep_top(x, top_k, top_p), REFERENCE.keep_top(x, top_k, top_p))
+
+
+@pytest.mark.parametrize("num_ids", [1, 5, 300, 5000, 151_936])
+def test_largest_equals_the_reference(kernels: Kernels, num_ids: int) -> None:
+    x = rows_of_logits(num_ids)[:3]
+    for k in {0, 1, min(20, num_ids), min(300, num_ids)}:
+        for found, expected in zip(kernels.largest(x, k), REFERENCE.largest(x, k), strict=True):
+            assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("num_ids", [1, 5, 300, 10_000])
+def test_logprobs_equal_the_reference(kernels: Kernels, num_ids: int) -> None:
+    logits = rows_of_logits(num_ids)[:5]
+    logits[1] += 1000
+    logits[3, 0] = 2.0
+    num_valid = -(-num_ids * 2 // 3)
+    ids = torch.randint(0, num_valid, (5, 3))
+    (found, rank), (expected, true_rank) = (k.logprobs(logits, ids, num_valid) for k in (kernels, REFERENCE))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    assert torch.equal(rank, true_rank)
+    assert rank.tolist() == [1 + int((row[:num_valid] > row[i[0]]).sum()) for row, i in zip(logits, ids, strict=True)]
+    assert kernels.logprobs(logits[:0], ids[:0], num_valid)[0].shape == (0, 3)
+
+
+def test_weights_are_exponentials_in_fixed_point_up_to_the_rounding_of_float32() -> None:
+    x = -torch.linspace(0, 26, 10_001)
+    expected = x.double().exp() * 2.0**40
+    weights = fixed_weights(x)
+    assert weights[0] in (2**40, 2**40 - 2**16)
+    assert ((weights - expected).abs() <= expected * 2e-6 + 1).all()
+    assert fixed_weights(torch.tensor([-29.0, -1e30, -torch.inf])).tolist() == [0, 0, 0]

@@ -93,7 +93,7 @@ class TestLogits:
         low = hf_logits(hf_model, ids)
         exact = hf_logits(hf_model.float(), ids)
         logits = forward_logits(load_tiny(tmp_path, dtype=torch.bfloat16), ids, [30, 10])
-        assert logits.dtype == torch.float32
+        assert logits.dtype == torch.bfloat16
         assert (logits - exact).abs().mean() < 1.2 * (low - exact).abs().mean()
 
     def test_a_missing_or_null_head_dim_is_hidden_size_by_heads(self, tmp_path: Path) -> None:

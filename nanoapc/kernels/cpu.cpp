@@ -4,6 +4,7 @@
 // `amx` says whether bfloat16 products may use the matrix unit (it is ignored where there is none).
 
 #include "cpu_attention.h"
+#include "cpu_linear.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -16,8 +17,6 @@
 
 namespace nanoapc {
 
-using at::Tensor;
-
 template <typename F> void for_dtype(const Tensor& x, const F& f) {
   if (x.scalar_type() == at::kFloat) return f(float{});
   if (x.scalar_type() == at::kBFloat16) return f(c10::BFloat16{});
@@ -27,82 +26,9 @@ template <typename F> void for_dtype(const Tensor& x, const F& f) {
 
 // ---- linear ----
 
-// C blocks [2 groups of 16 outputs][16 tokens] -> out [token][output]
-template <typename T>
-void store_outputs(const float* c, T* out, int64_t stride, int64_t num_tokens, int64_t num_outputs, const T* bias) {
-  for (int64_t g = 0; g < num_outputs; g += LANES, c += BLOCK)
-    for (int64_t t = 0; t < num_tokens; ++t) {
-      f32x16 v;
-      for (int i = 0; i < LANES; ++i) v[i] = c[i * LANES + t];
-      if (bias) v += load_some(bias + g, num_outputs - g);
-      store_some(out + t * stride + g, v, num_outputs - g);
-    }
-}
-
-#ifdef NANOAPC_AMX
-template <>
-void store_outputs(const float* c, c10::BFloat16* out, int64_t stride, int64_t num_tokens, int64_t num_outputs,
-                   const c10::BFloat16* bias) {
-  alignas(64) float with_bias[2 * BLOCK];
-  if (bias) {
-    for (int i = 0; i < std::min<int64_t>(num_outputs, 2 * LANES); ++i)
-      store(with_bias + i * LANES, load(c + i * LANES) + static_cast<float>(bias[i]));
-    c = with_bias;
-  }
-  if (num_outputs == 2 * LANES) return transpose_to_bf16(c, out, stride, num_tokens);
-  c10::BFloat16 all[LANES * 2 * LANES];
-  transpose_to_bf16(c, all, 2 * LANES);
-  for (int64_t t = 0; t < num_tokens; ++t) std::memcpy((void*)(out + t * stride), all + t * 32, num_outputs * 2);
-}
-#endif
-
-// Threads take stripes of a few panels of 32 outputs; a stripe stays in cache while it meets all tokens of a chunk.
-template <typename Engine>
-void linear_rows(const Tensor& x, const Tensor& weight, const typename Engine::Element* bias, Tensor& out) {
-  using T = typename Engine::Element;
-  constexpr int64_t PANEL = 2 * LANES, STEP = Engine::TILES_AT_ONCE;
-  const int64_t num_tokens = x.size(0), k = x.size(1), num_outputs = out.size(1), width = weight.size(1);
-  const int64_t packed = Engine::packed_size(k), panels = (num_outputs + PANEL - 1) / PANEL;
-  const int64_t stripe = std::clamp<int64_t>(panels / (4 * at::get_num_threads()), 1, 8);
-  // The packed tokens of a chunk are to stay in the second-level cache.
-  const int64_t fit = (1 << 20) / (packed * int64_t(sizeof(typename Engine::Packed))) / STEP * STEP;
-  const int64_t chunk = std::max<int64_t>(fit, 4) * LANES;
-  const T *xp = x.const_data_ptr<T>(), *wp = weight.const_data_ptr<T>();
-  T* op = out.mutable_data_ptr<T>();
-  for (int64_t begin = 0; begin < num_tokens; begin += chunk) {
-    const int64_t count = std::min(chunk, num_tokens - begin), tiles = (count + LANES - 1) / LANES;
-    auto* columns = scratch<typename Engine::Packed>(COLUMNS, tiles * packed);
-    for_each(tiles, 1 + (1 << 15) / packed, [&](auto&& take) {
-      take([&](int64_t t) {
-        const T* rows[LANES] = {};
-        for (int64_t c = 0; c < std::min<int64_t>(LANES, count - t * LANES); ++c)
-          rows[c] = xp + (begin + t * LANES + c) * x.stride(0);
-        Engine::pack(rows, k, columns + t * packed);
-      });
-    });
-    for_each((panels + stripe - 1) / stripe, 1, [&](auto&& take) {
-      typename Engine::Session session;
-      float* c = scratch<float>(RESULT, STEP * 2 * BLOCK);
-      take([&](int64_t s) {
-        for (int64_t first = 0; first < tiles; first += STEP)
-          for (int64_t p = s * stripe; p < std::min(panels, (s + 1) * stripe); ++p) {
-            const T* w = wp + p * PANEL * width;
-            const T* groups[2] = {w, w + LANES * width};
-            const int64_t num = std::min(STEP, tiles - first), n = std::min(PANEL, num_outputs - p * PANEL);
-            Engine::multiply(groups, 2, width, k, columns + first * packed, num, c, 2 * BLOCK);
-            for (int64_t t = 0; t < num; ++t) {
-              const int64_t token = (first + t) * LANES;
-              store_outputs<T>(c + t * 2 * BLOCK, op + (begin + token) * num_outputs + p * PANEL, num_outputs,
-                               std::min<int64_t>(LANES, count - token), n, bias ? bias + p * PANEL : nullptr);
-            }
-          }
-      });
-    });
-  }
-}
-
-// x [T, in], weight [outputs padded to 32, in padded to 32] -> [T, num_outputs]
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t num_outputs, bool amx) {
+template <template <typename> typename Outputs>
+Tensor run_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t num_outputs,
+                  bool amx) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.scalar_type() == weight.scalar_type() && weight.is_contiguous() &&
                   weight.size(0) >= num_outputs && weight.size(0) % 32 == 0 &&
                   (weight.size(1) == x.size(1) || (amx && weight.size(1) == (x.size(1) + 31) / 32 * 32)),
@@ -110,14 +36,24 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
   Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   for_dtype(x, [&](auto zero) {
     using T = decltype(zero);
-    const T* b = bias ? bias->const_data_ptr<T>() : nullptr;
+    const Outputs<T> outputs{bias ? bias->const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(), num_outputs};
 #ifdef NANOAPC_AMX
     if constexpr (std::is_same_v<T, c10::BFloat16>)
-      if (amx && amx_available()) return linear_rows<AmxEngine>(x, weight, b, out);
+      if (amx && amx_available()) return linear_rows<AmxEngine>(x, weight, outputs);
 #endif
-    linear_rows<VectorEngine<T>>(x, weight, b, out);
+    linear_rows<VectorEngine<T>>(x, weight, outputs);
   });
   return out;
+}
+
+// x [T, in], weight [outputs padded to 32, in padded to 32] -> [T, num_outputs]
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t num_outputs, bool amx) {
+  return run_linear<Plain>(x, weight, bias, num_outputs, amx);
+}
+
+// x [T, in], weight [2 * outputs, in padded to 32], gate before up -> silu(gate) * up [T, outputs]; outputs % 16 == 0
+Tensor gated_linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, bool amx) {
+  return run_linear<Gated>(x, weight, bias, weight.size(0) / 2, amx);
 }
 
 // ---- attention ----
@@ -139,10 +75,9 @@ void attend(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, const 
   }
   const Attention<Values> attention{
       q.const_data_ptr<T>(), out.mutable_data_ptr<T>(), kv_cache.const_data_ptr<T>(), kv_cache.stride(0),
-      kv_cache.stride(1), num_heads, num_kv_heads, kv_cache.size(3), d, positions.const_data_ptr<int64_t>(),
-      block_tables.const_data_ptr<int32_t>(), block_tables.size(1), static_cast<float>(scale),
+      kv_cache.stride(1), num_heads, num_kv_heads, kv_cache.size(3), d, tile, positions.const_data_ptr<int64_t>(),
+      block_tables.const_data_ptr<int32_t>(), block_tables.size(1), static_cast<float>(scale) * LOG2_E,
       num_levels > 1 ? state.mutable_data_ptr<float>() : nullptr, last_level.data()};
-  struct Task { int32_t tile, head, first, num; };
   std::vector<Task> tasks;
   const int32_t group = static_cast<int32_t>(num_heads / num_kv_heads);
   for (int64_t level = 0; level < num_levels; ++level) {
@@ -150,7 +85,7 @@ void attend(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, const 
     for (int64_t i = level_starts[level]; i < level_starts[level + 1]; ++i)
       total += tile[i * TILE_SIZE + NUM_ROWS] * num_heads;
     // A few tasks for each thread, also where one prefix is all there is.
-    const int64_t share = total / (4 * at::get_num_threads()) / LANES * LANES;
+    const int64_t share = total / (2 * at::get_num_threads()) / LANES * LANES;
     const int32_t limit = static_cast<int32_t>(std::clamp<int64_t>(share, 2 * LANES, MAX_COLUMNS));
     tasks.clear();
     for (int64_t i = level_starts[level]; i < level_starts[level + 1]; ++i) {
@@ -161,9 +96,7 @@ void attend(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, const 
     }
     for_each(tasks.size(), 1, [&](auto&& take) {
       typename Values::Engine::Session session;
-      take([&](int64_t i) {
-        attention.run(tile + tasks[i].tile * TILE_SIZE, tasks[i].head, tasks[i].first, tasks[i].num);
-      });
+      take([&](int64_t i, int64_t next) { attention.run(tasks[i], next < 0 ? nullptr : &tasks[next]); });
     });
   }
 }
@@ -245,26 +178,6 @@ std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual,
   Tensor out = at::empty_like(x), total = at::empty_like(x);
   norm_rows(x, &residual, weight, eps, out, &total);
   return {out, total};
-}
-
-Tensor silu_and_mul(const Tensor& gate_up) {
-  TORCH_CHECK(gate_up.is_contiguous(), "silu_and_mul: the input must be contiguous");
-  const int64_t num_rows = gate_up.size(0), n = gate_up.size(1) / 2;
-  Tensor out = at::empty({num_rows, n}, gate_up.options());
-  for_dtype(gate_up, [&](auto zero) {
-    using T = decltype(zero);
-    const T* in = gate_up.const_data_ptr<T>();
-    T* op = out.mutable_data_ptr<T>();
-    for_rows(num_rows, 4 * n, [&](int64_t row) {
-      const T *gate = in + row * 2 * n, *up = gate + n;
-      for (int64_t i = 0; i < n; i += LANES) {
-        const f32x16 g = load_some(gate + i, n - i);
-        const f32x16 silu = round_to<T>(g / (exp(-g) + 1.0f));
-        store_some(op + row * n + i, silu * load_some(up + i, n - i), n - i);
-      }
-    });
-  });
-  return out;
 }
 
 Tensor rope_and_store(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin,
@@ -351,6 +264,39 @@ inline f32x16 noise_bound(u32x16 hash) {
   return log2 * -0.69314718f + 0.02f;
 }
 
+// The greatest of each row (NaN if one is NaN), and the first id that has it.
+std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
+  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1, "argmax: rows must be contiguous");
+  const int64_t num_rows = logits.size(0), num_ids = logits.size(1);
+  Tensor peaks = at::empty({num_rows}, logits.options().dtype(at::kFloat));
+  Tensor ids = at::empty({num_rows}, logits.options().dtype(at::kLong));
+  float* peak = peaks.mutable_data_ptr<float>();
+  int64_t* id = ids.mutable_data_ptr<int64_t>();
+  for_dtype(logits, [&](auto zero) {
+    using T = decltype(zero);
+    const T* lp = logits.const_data_ptr<T>();
+    for_rows(num_rows, num_ids, [&](int64_t row) {
+      const T* logit = lp + row * logits.stride(0);
+      float best = -INFINITY;
+      int64_t piece = 0;  // the first that has the best
+      i32x16 is_nan{};
+      for (int64_t first = 0; first < num_ids; first += BLOCK) {
+        f32x16 largest = broadcast(-INFINITY);
+        for (int64_t i = first; i < std::min(num_ids, first + BLOCK); i += LANES) {
+          const f32x16 v = lane_numbers() < int32_t(std::min<int64_t>(num_ids - i, LANES))
+                               ? load_some(logit + i, num_ids - i) : broadcast(-INFINITY);
+          largest = max(v, largest), is_nan |= v != v;
+        }
+        if (const float highest = max_lanes(largest); highest > best) best = highest, piece = first;
+      }
+      while (best > -INFINITY && static_cast<float>(logit[piece]) != best) ++piece;
+      id[row] = piece, peak[row] = best;
+      for (int i = 0; i < LANES; ++i) peak[row] = is_nan[i] ? NAN : peak[row];
+    });
+  });
+  return {peaks, ids};
+}
+
 // argmax(logits + noise) per row. The noise costs two logarithms in double precision, so it is taken only for
 // ids whose bound reaches the best value so far: a few of each row.
 Tensor gumbel_argmax(const Tensor& logits, const Tensor& seeds, const Tensor& positions) {
@@ -392,14 +338,15 @@ Tensor gumbel_argmax(const Tensor& logits, const Tensor& seeds, const Tensor& po
 TORCH_LIBRARY(nanoapc_cpu, m) {
   m.def("has_amx() -> bool", &amx_available);
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs, bool amx) -> Tensor", &linear);
+  m.def("gated_linear(Tensor x, Tensor weight, Tensor? bias, bool amx) -> Tensor", &gated_linear);
   m.def("attention(Tensor q, Tensor kv_cache, Tensor tiles, Tensor positions, Tensor block_tables, int[] level_starts, "
         "float scale, bool amx) -> Tensor", &attention);
   m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &rms_norm);
   m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", &add_rms_norm);
-  m.def("silu_and_mul(Tensor gate_up) -> Tensor", &silu_and_mul);
   m.def("rope_and_store(Tensor qkv, Tensor positions, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps, "
         "Tensor kv_cache, Tensor slots) -> Tensor", &rope_and_store);
   m.def("copy_blocks(Tensor kv_memory, int[] copies) -> ()", &copy_blocks);
+  m.def("argmax(Tensor logits) -> (Tensor, Tensor)", &argmax);
   m.def("gumbel_argmax(Tensor logits, Tensor seeds, Tensor positions) -> Tensor", &gumbel_argmax);
 }
 

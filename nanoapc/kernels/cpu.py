@@ -27,11 +27,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoapc.kernels.reference import ReferenceKernels
+from nanoapc.kernels.reference_sampling import keep_top, largest, logprobs
 
 if TYPE_CHECKING:
     from nanoapc.engine.attention_plan import AttentionPlan
 
-SOURCES = [Path(__file__).parent / name for name in ("cpu.cpp", "cpu_attention.h", "cpu_matrix.h")]
+HEADERS = ("cpu_vector.h", "cpu_matrix.h", "cpu_linear.h", "cpu_attention.h")
+SOURCES = [Path(__file__).parent / name for name in ("cpu.cpp", *HEADERS)]
 
 COMPILE_SECONDS = 600
 """A compiler that takes longer is taken for a broken one."""
@@ -60,13 +62,17 @@ class CpuKernels:
         self._ops = torch.ops.nanoapc_cpu
         self.matrix_unit = matrix_unit and bool(self._ops.has_amx())
         self._linear = self._ops.linear.default
+        self._gated_linear = self._ops.gated_linear.default
         self._attention = self._ops.attention.default
         self.rms_norm: Callable[[Tensor, Tensor, float], Tensor] = self._ops.rms_norm.default
         self.add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = (
             self._ops.add_rms_norm.default
         )
-        self.silu_and_mul: Callable[[Tensor], Tensor] = self._ops.silu_and_mul.default
+        self.argmax: Callable[[Tensor], tuple[Tensor, Tensor]] = self._ops.argmax.default
         self.rope_and_store: Callable[..., Tensor] = self._ops.rope_and_store.default
+        self.keep_top: Callable[[Tensor, Tensor, Tensor], Tensor] = keep_top
+        self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
+        self.logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = logprobs
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """weight [out, in], bias [out] -> a function from x [T, in] to [T, out].
@@ -79,6 +85,21 @@ class CpuKernels:
         packed = F.pad(weight, padding) if any(padding) else weight.contiguous()
         linear = self._linear
         return lambda x: linear(x, packed, bias, num_outputs, amx)
+
+    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """weight [2 * I, in], gate's rows before up's, bias [2 * I] -> a function from x [T, in] to [T, I].
+
+        As in `pack_linear`; sizes I that are no multiple of 16 make a padded copy.
+        """
+        num_outputs, num_inputs = weight.shape[0] // 2, weight.shape[1]
+        amx = self.matrix_unit and weight.dtype is torch.bfloat16
+        padding = (0, -num_inputs % 32 if amx else 0, 0, -num_outputs % 16)
+        packed = weight.contiguous()
+        if any(padding):
+            packed = F.pad(weight.view(2, num_outputs, num_inputs), padding).flatten(0, 1)
+            bias = None if bias is None else F.pad(bias.view(2, num_outputs), padding[2:]).flatten()
+        linear = self._gated_linear
+        return lambda x: linear(x, packed, bias, amx)[:, :num_outputs]
 
     def attention(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         """q [T, H, D], kv_cache [NB, 2, Hkv, B, D] -> [T, H, D]."""

@@ -1,25 +1,24 @@
 """GatedMLP: the feed-forward half of a layer, down(silu(gate(x)) * up(x)).
 
-Invariant: gate and up are one product, gate's rows first, as `silu_and_mul` expects them.
+Invariant: gate and up are one product, gate's rows first, as `Kernels.pack_gated_linear` expects them.
 """
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanoapc.kernels import Kernels
+from nanoapc.layers import Layer
 from nanoapc.layers.linear import Linear
 
 
-class GatedMLP(nn.Module):
+class GatedMLP(Layer):
     """SwiGLU feed-forward; `bias` applies to all three projections."""
 
-    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool, kernels: Kernels):
+    def __init__(self, hidden_size: int, intermediate_size: int, bias: bool):
         super().__init__()
-        self.gate_up_proj = Linear(hidden_size, (intermediate_size, intermediate_size), bias)
+        self.gate_up_proj = Linear(hidden_size, (intermediate_size, intermediate_size), bias, gated=True)
         self.down_proj = Linear(intermediate_size, (hidden_size,), bias)
-        self.kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:
         """x [T, hidden_size] -> [T, hidden_size]."""
-        return self.down_proj(self.kernels.silu_and_mul(self.gate_up_proj(x)))
+        return self.down_proj(self.gate_up_proj(x))

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoapc.kernels import Kernels
+from nanoapc.layers import Layer
 from nanoapc.layers.linear import Linear
 from nanoapc.layers.norm import RMSNorm
 
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from nanoapc.models.config import ModelConfig
 
 
-class Attention(nn.Module):
+class Attention(Layer):
     """Grouped-query attention with rotary positions and, where the model has it, q/k norm."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels):

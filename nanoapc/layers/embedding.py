@@ -6,12 +6,12 @@ Invariant: the table stays a plain tensor [V, hidden_size], never packed, since 
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from nanoapc.layers import declare_parameter
+from nanoapc.layers import Layer, declare_parameter
 
 
-class TokenEmbedding(nn.Module):
+class TokenEmbedding(Layer):
     """A row of weight [vocab_size, hidden_size] for each token id."""
 
     def __init__(self, vocab_size: int, hidden_size: int):

@@ -5,13 +5,13 @@ Invariant: the residual stream is only ever added to, in the model's dtype; norm
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from nanoapc.kernels import Kernels
-from nanoapc.layers import declare_parameter
+from nanoapc.layers import Layer, declare_parameter
 
 
-class RMSNorm(nn.Module):
+class RMSNorm(Layer):
     """x / rms(x) * weight over the last dimension, with weight [size]."""
 
     def __init__(self, size: int, eps: float, kernels: Kernels):

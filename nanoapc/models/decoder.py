@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoapc.kernels import Kernels
+from nanoapc.layers import Layer
 from nanoapc.layers.activation import GatedMLP
 from nanoapc.layers.attention import Attention
 from nanoapc.layers.embedding import TokenEmbedding
@@ -30,13 +31,13 @@ if TYPE_CHECKING:
     from nanoapc.models.config import ModelConfig
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(Layer):
     """Attention and feed-forward, each behind a norm, each added to the residual stream."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels):
         super().__init__()
         self.self_attn = Attention(config, kernels)
-        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias, kernels)
+        self.mlp = GatedMLP(config.hidden_size, config.intermediate_size, config.mlp_bias)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
 
@@ -57,7 +58,7 @@ class DecoderLayer(nn.Module):
         return self.mlp(hidden), residual
 
 
-class Decoder(nn.Module):
+class Decoder(Layer):
     """Embedding, layers and final norm."""
 
     def __init__(self, config: ModelConfig, kernels: Kernels):
@@ -93,7 +94,7 @@ class Variant(NamedTuple):
     sliding_window: int | None = None
 
 
-class CausalLM(nn.Module):
+class CausalLM(Layer):
     """A decoder with a language-model head. Families subclass it to say how their config.json is to be read.
 
     Args:
@@ -148,5 +149,5 @@ class CausalLM(nn.Module):
         return self.model(token_ids, positions, self.cos_sin, kv_memory, slots, plan)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """hidden [n, hidden_size] -> logits [n, V] float32; only for the rows that are sampled."""
-        return self.lm_head(hidden).float()
+        """hidden [n, hidden_size] -> logits [n, V] in the model's dtype; only for the rows that are sampled."""
+        return self.lm_head(hidden)
