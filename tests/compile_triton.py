@@ -23,7 +23,7 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 
 from nanoapc.kernels.cuda import TritonKernels
-from nanoapc.kernels.triton_elementwise import fixed_linear
+from nanoapc.kernels.triton_elementwise import fixed_linear, silu_and_mul
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 
@@ -80,7 +80,7 @@ def compile_others(capability: int, dtype: torch.dtype) -> None:
     x, weight = torch.zeros(8, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
     kernels.rms_norm(x, weight, 1e-6)
     kernels.add_rms_norm(x, x, weight, 1e-6)
-    kernels.silu_and_mul(x)
+    silu_and_mul(x)
     for num_outputs in (4096, 8192, 32768):
         fixed_linear(torch.zeros(num_outputs, 64, dtype=dtype), None)(x[:, :64].contiguous())
     for head_dim, norm in ((64, None), (80, None), (128, weight[:128]), (256, weight[:256])):
@@ -89,7 +89,10 @@ def compile_others(capability: int, dtype: torch.dtype) -> None:
         qkv = torch.zeros(8, 8 * head_dim, dtype=dtype)
         kernels.rope_and_store(qkv, index, torch.zeros(9, head_dim), norm, norm, 1e-6, memory[:, 1], index)
         kernels.copy_blocks(memory, [(0, 1, 3)])
-    kernels.gumbel_argmax(torch.zeros(8, 151_936), index, index)
+    logits = torch.zeros(8, 151_936)
+    kernels.gumbel_argmax(logits, index, index)
+    kernels.keep_top(logits, index, index.double())
+    kernels.logprobs(logits, index[:, None], 151_000)
 
 
 def main(capability: int) -> None:

@@ -13,9 +13,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
+from nanoapc.kernels import reference_sampling
 from nanoapc.kernels.reference import ReferenceKernels
-from nanoapc.layers import sampler as sampler_module
-from nanoapc.layers.sampler import Sampler, SamplingRows, keep_top, largest, make_state, sequence_seed
+from nanoapc.kernels.reference_sampling import keep_top, largest
+from nanoapc.layers.sampler import Sampler, SamplingRows, make_state, sequence_seed
 from nanoapc.outputs import logprob_entries
 from nanoapc.sampling_params import SamplingParams
 
@@ -270,8 +271,8 @@ def test_a_nucleus_wider_than_the_first_look_is_found_whole(monkeypatch):
     full = torch.full((3,), 6000)
     top_p = torch.tensor([0.9, 0.9, 0.01], dtype=torch.float64)
     widths = []
-    original = sampler_module.largest
-    monkeypatch.setattr(sampler_module, "largest", lambda x, k: widths.append((len(x), k)) or original(x, k))
+    original = reference_sampling.largest
+    monkeypatch.setattr(reference_sampling, "largest", lambda x, k: widths.append((len(x), k)) or original(x, k))
     out = keep_top(x, full, top_p, 1024)
     assert widths == [(3, 1024), (1, 6000)]  # only the row that needs it is ranked whole
     assert torch.equal(out, keep_top(x, full, top_p, 6000))

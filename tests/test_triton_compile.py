@@ -72,4 +72,6 @@ def test_kernels_compile_within_shared_memory_and_registers(
         "_copy_kernel",
         "_linear_kernel",
         "_gumbel_kernel",
+        "_keep_top_kernel",
+        "_logprob_kernel",
     }

@@ -28,6 +28,9 @@ from nanoapc.engine.attention_plan import AttentionPlan, AttentionPlanner
 from nanoapc.kernels import Kernels
 from nanoapc.kernels.cuda import TritonKernels, cuda_kernels
 from nanoapc.kernels.reference import ReferenceKernels
+from nanoapc.kernels.triton_elementwise import silu_and_mul
+from nanoapc.layers.sampler import Sampler, SamplingRows, make_state
+from nanoapc.sampling_params import SamplingParams
 
 REFERENCE = ReferenceKernels()
 BLOCK_SIZE = 16
@@ -164,7 +167,7 @@ def check_elementwise(check: Check) -> None:
         kernels.add_rms_norm(x, residual, weight, 1e-6), REFERENCE.add_rms_norm(x, residual, weight, 1e-6), strict=True
     ):
         check.close("add_rms_norm", out, expected)
-    check.close("silu_and_mul", kernels.silu_and_mul(x), REFERENCE.silu_and_mul(x))
+    check.close("silu_and_mul", silu_and_mul(x), torch_silu_and_mul(x))
     results = []
     arguments = rope_arguments(check, rows)
     for implementation in (kernels, REFERENCE):
@@ -185,9 +188,43 @@ def check_elementwise(check: Check) -> None:
     check.expect("fixed product: the same bits for 1, 77, all rows", all(
         torch.equal(linear(x[:n]), linear(x)[:n]) for n in (1, 77 // min(check.tiny, 11), rows)
     ))  # fmt: skip
-    logits, seeds, positions = sampling_arguments(check, 64 // check.tiny)
+
+
+def check_sampling(check: Check) -> None:
+    kernels, (logits, seeds, positions) = check.kernels, sampling_arguments(check, 64 // check.tiny)
     ids = kernels.gumbel_argmax(logits, seeds, positions)
     check.expect("gumbel_argmax", torch.equal(ids, REFERENCE.gumbel_argmax(logits, seeds, positions)))
+    V = logits.shape[1]
+    logits[1::2] = logits[1::2].bfloat16().float()  # ties
+    for k, p in ((50, 1.0), (V, 0.95), (V // 3, 0.99), (V, 1e-9), (1, 0.5)):
+        top_k, top_p = (torch.full(seeds.shape, value, device=check.device) for value in (k, p))
+        kept, expected = (one.keep_top(logits, top_k, top_p.double()) for one in (kernels, REFERENCE))
+        check.expect(f"keep_top, k {k}, p {p}", torch.equal(kept, expected), f"{(kept > -1e9).sum()} kept")
+    best, expected = (one.largest(logits, 20) for one in (kernels, REFERENCE))
+    check.expect("largest", all(torch.equal(a, b) for a, b in zip(best, expected, strict=True)))
+    (found, rank), (expected, true_rank) = (one.logprobs(logits, ids[:, None], V - 9) for one in (kernels, REFERENCE))
+    check.close("logprobs", found, expected, 1e-5)
+    check.expect("logprobs, rank", torch.equal(rank, true_rank))
+    ranked, greedy = SamplingParams(top_k=20, top_p=0.9, min_p=1e-4, logprobs=3), SamplingParams(temperature=0)
+    sample = sampler_run(check, logits, positions, [ranked, greedy, SamplingParams(logit_bias={3: 1.0})])
+    sample()
+    if check.device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")  # what waits raises
+        sample()
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def sampler_run(check: Check, logits: Tensor, positions: Tensor, params: list[SamplingParams]) -> Callable[[], Any]:
+    """Samples a row of logits for each of params, which are repeated."""
+    some = [params[i % len(params)] for i in range(len(logits))]
+    rows = SamplingRows([(p, make_state(p, []), i) for i, p in enumerate(some)], logits.shape[1], check.device)
+    rows.positions = positions
+    return lambda: Sampler(check.kernels, logits.shape[1]).forward(logits, rows)
+
+
+def torch_silu_and_mul(gate_up: Tensor) -> Tensor:
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def rope_arguments(check: Check, rows: int) -> tuple[Any, ...]:
@@ -250,6 +287,10 @@ def measure_prefill(check: Check) -> None:
             of_matrix_rate=operations / seconds / check.matrix_rate,
             times_sdpa=sdpa / seconds,
         )
+    context = 32_768 // (8 * check.tiny if check.tiny > 1 else 1)
+    seconds = (step := Step(check, LLAMA_8B, [(context - 64, 64)])).seconds(step.plan())
+    operations = 4 * num_heads * head_dim * 64 * context
+    check.note(f"chunk of 64 to {context}", us=seconds * 1e6, of_matrix_rate=operations / seconds / check.matrix_rate)
 
 
 def measure_shared_prefix(check: Check) -> None:
@@ -278,15 +319,16 @@ def measure_elementwise(check: Check) -> None:
         ("silu_and_mul", gate_up.nbytes * 3 // 2, (gate_up,)),
         ("rope_and_store", rope[0].nbytes + written, rope),
     ):
-        seconds = check.seconds(lambda name=name, a=arguments: getattr(check.kernels, name)(*a))
-        eager = check.seconds(lambda name=name, a=arguments: getattr(REFERENCE, name)(*a))
+        own, plain = getattr(check.kernels, name, silu_and_mul), getattr(REFERENCE, name, torch_silu_and_mul)
+        seconds = check.seconds(lambda own=own, a=arguments: own(*a))
+        eager = check.seconds(lambda plain=plain, a=arguments: plain(*a))
         values = {
             "us": seconds * 1e6,
             "of_copy_rate": num_bytes / seconds / check.copy_rate,
             "times_eager": eager / seconds,
         }
         if check.device == "cuda" and name != "rope_and_store":  # that one writes to a boolean selection
-            compiled = torch.compile(getattr(REFERENCE, name))
+            compiled = torch.compile(plain)
             values["times_compiled"] = check.seconds(lambda c=compiled, a=arguments: c(*a)) / seconds
         check.note(name, **values)
     memory = check.randn(513, 4 if check.tiny > 1 else 28, 2, 8, 16, 128 // check.tiny)
@@ -296,17 +338,30 @@ def measure_elementwise(check: Check) -> None:
 
 
 def measure_sampling(check: Check) -> None:
+    """The draw alone, then the whole sampler beside PyTorch, which races exponentials or sorts the vocabulary."""
     logits, seeds, positions = sampling_arguments(check, 256 // check.tiny)
+    size, num_ids = f"{logits.shape[0]} x {logits.shape[1]}", logits.shape[1]
     seconds = check.seconds(lambda: check.kernels.gumbel_argmax(logits, seeds, positions))
-    softmax = check.seconds(lambda: torch.multinomial(logits.softmax(-1), 1))
-    race = check.seconds(lambda: (logits.softmax(-1) / torch.empty_like(logits).exponential_()).argmax(-1))
-    check.note(
-        f"gumbel_argmax, {logits.shape[0]} x {logits.shape[1]}",
-        us=seconds * 1e6,
-        of_copy_rate=logits.nbytes / seconds / check.copy_rate,
-        times_multinomial=softmax / seconds,
-        times_exponential_race=race / seconds,
-    )
+    check.note(f"gumbel_argmax, {size}", us=seconds * 1e6, of_copy_rate=logits.nbytes / seconds / check.copy_rate)
+
+    def plain(k: int, p: float) -> Tensor:
+        if k == num_ids and p == 1:
+            return (logits.softmax(-1) / torch.empty_like(logits).exponential_()).argmax(-1)
+        values, ids = logits.sort(dim=-1, descending=True)
+        values[:, k:] = -torch.inf
+        probabilities = values.softmax(-1)
+        probabilities.masked_fill_(probabilities.cumsum(-1) - probabilities >= p, 0)
+        return ids.gather(1, torch.multinomial(probabilities, 1))
+
+    filters = ({}, {"top_k": 50}, {"top_p": 0.95}, {"top_k": 50, "top_p": 0.95}, {"top_p": 0.99, "temperature": 5.0})
+    for options in (*filters, {"logprobs": 5}):
+        params = SamplingParams(**options)
+        one, all_rows = (
+            check.seconds(sampler_run(check, logits[:n], positions[:n], [params])) for n in (1, len(logits))
+        )
+        torch_seconds = check.seconds(lambda k=params.top_k or num_ids, p=params.top_p: plain(k, p))
+        values = {"us": all_rows * 1e6, "times_torch": torch_seconds / all_rows, "us_1_row": one * 1e6}
+        check.note(f"sampler {options}, {size}", **values)
 
 
 def main() -> int:
@@ -320,6 +375,7 @@ def main() -> int:
     check_attention(check, options.small)
     if not options.small:
         check_elementwise(check)
+        check_sampling(check)
         for measure in (
             measure_card,
             measure_decode,

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,16 +43,16 @@ class Kernels(Protocol):
         """weight [out, in], bias [out] -> a function from x [T, in] to [T, out] that owns (its form of) the weight."""
         ...
 
+    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
+        """weight [2 * I, in], gate's rows first, bias [2 * I] -> a function x [T, in] -> silu(gate) * up [T, I]."""
+        ...
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, h], weight [h] -> [T, h]. Normalises in float32, casts to x.dtype, then multiplies by weight."""
         ...
 
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x, residual [T, h] -> (rms_norm(x + residual), x + residual)."""
-        ...
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """gate_up [T, 2 * I] -> silu(gate) * up [T, I]."""
         ...
 
     def rope_and_store(
@@ -80,12 +81,69 @@ class Kernels(Protocol):
         """(source block, destination block, num_tokens): copies the first tokens of a block, all layers, in order."""
         ...
 
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [n, V] -> the greatest of each row [n] float32 (NaN if there is one), and the first id that has it."""
+        ...
+
     def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         """logits [n, V] float32, seeds and positions [n] int64 -> ids [n] int64 = argmax(logits + noise).
 
         The noise is a function of (seed, position, id) alone, see `reference.gumbel_noise`.
         """
         ...
+
+    def keep_top(self, x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        """x [m, V] float32 -> the same with -inf outside the top_k [m] int64 (V is off) and top_p [m] float64 sets.
+
+        top_p (1 is off) works on the probabilities renormalised over what top_k left: an id is kept while those before
+        it have less than this share of the whole. Ties go to the lowest id. Masses are the integers of
+        `reference_sampling.fixed_weights`, so every device keeps the same set.
+        """
+        ...
+
+    def largest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """x [m, V] float32 -> the k largest of each row and their ids, both [m, k], ties in the order of ids."""
+        ...
+
+    def logprobs(self, logits: Tensor, ids: Tensor, num_valid_ids: int) -> tuple[Tensor, Tensor]:
+        """logits [r, V] float32, ids [r, k] int64 -> their log-probs over all V [r, k], and a rank [r] int64.
+
+        The rank (1 is the best) is that of the first of each row's ids among the ids below num_valid_ids.
+        """
+        ...
+
+
+class FixedWork(Protocol):
+    """Attention's work in a buffer of fixed size on the device, so that a captured graph can replay with other work."""
+
+    buffer: Tensor
+
+    def cut(self, tiles: np.ndarray) -> Any:
+        """The tiles of a plan -> items of work, on the host."""
+        ...
+
+    def pack(self, cut: Any) -> np.ndarray | None:
+        """What the buffer must hold for these items; None where they are too many."""
+        ...
+
+
+@runtime_checkable
+class FixedWorkKernels(Protocol):
+    """What kernels whose attention can be captured offer besides."""
+
+    def decode_capacities(self, num_rows: int, num_kv_heads: int, max_len: int, shared: bool) -> list[tuple[int, ...]]:
+        """Capacities that are worth a graph of their own, the smallest first; shared: for tiles of many rows, too."""
+        ...
+
+    def prepare(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, capacity: tuple[int, ...]) -> FixedWork:
+        """The work of a plan with this capacity, to be put into the plan; of q and kv_cache only shapes count."""
+        ...
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """A host tensor on the device. The host does not wait; PyTorch keeps the pinned copy until it has been read."""
+    pinned = values.pin_memory() if device.type == "cuda" and values.numel() else values
+    return pinned.to(device, non_blocking=True)
 
 
 def select_kernels(device: torch.device, deterministic: bool = False) -> Kernels:

@@ -13,12 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoapc.kernels.triton_attention import AttentionWork, Shape, attention_shape, launch_attention
+from nanoapc.engine.attention_plan import SPAN
+from nanoapc.kernels.attention_work import PROGRAMS_PER_SM, AttentionWork, TileCutter
+from nanoapc.kernels.triton_attention import Shape, attention_shape, launch_attention
 from nanoapc.kernels.triton_elementwise import copy_blocks, fixed_linear, rms_norm, rope_and_store, silu_and_mul
-from nanoapc.kernels.triton_sampling import gumbel_argmax
-
-PROGRAMS_PER_SM = 8
-"""Long KV ranges are split until this many programs of the longest part's length would fill the card."""
+from nanoapc.kernels.triton_sampling import gumbel_argmax, keep_top, largest, logprobs
 
 if TYPE_CHECKING:
     from nanoapc.engine.attention_plan import AttentionPlan
@@ -35,23 +34,31 @@ class TritonKernels:
     """
 
     name = "triton"
-    max_tile_rows = 1 << 20  # `cut_tiles` cuts them to the shapes it has
+    max_tile_rows = 1 << 20  # `TileCutter` cuts them to the shapes it has
 
     def __init__(self, capability: int = 80, num_sms: int = 108, deterministic: bool = False):
         self.capability = capability
         self.num_sms = num_sms
         self.deterministic = deterministic
         self.copy_blocks: Callable[[Tensor, Sequence[tuple[int, int, int]]], None] = copy_blocks
-        self.silu_and_mul: Callable[[Tensor], Tensor] = silu_and_mul
         self.rope_and_store: Callable[..., Tensor] = rope_and_store
         self.gumbel_argmax: Callable[[Tensor, Tensor, Tensor], Tensor] = gumbel_argmax
+        self.keep_top: Callable[[Tensor, Tensor, Tensor], Tensor] = keep_top
+        self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
+        self.logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = logprobs
         self._prepared: tuple[AttentionPlan, AttentionWork] | None = None
+        self._cutter = TileCutter(1, 1, 1)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """weight [out, in], bias [out] -> a function from x [T, in] to [T, out]."""
         if self.deterministic:
             return fixed_linear(weight, bias)
         return lambda x: F.linear(x, weight, bias)
+
+    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """weight [2 * I, in], gate's rows before up's -> a function from x [T, in] to silu(gate) * up [T, I]."""
+        linear = self.pack_linear(weight, bias)
+        return lambda x: silu_and_mul(linear(x))
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, h] -> x / rms(x) * weight."""
@@ -61,27 +68,51 @@ class TritonKernels:
         """x, residual [T, h] -> (rms_norm(x + residual), x + residual)."""
         return rms_norm(x, residual, weight, eps)
 
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """logits [n, V] -> the greatest of each row [n] float32, and the first id that has it."""
+        peak, ids = logits.max(dim=-1)
+        return peak.float(), ids
+
     def attention(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         """q [T, H, D], kv_cache [NB, 2, Hkv, B, D] -> [T, H, D]."""
-        if self._prepared is None or self._prepared[0] is not plan:
-            self.prepare(q, kv_cache, plan)
-        assert self._prepared is not None
-        return launch_attention(q.contiguous(), kv_cache, plan, self._prepared[1], scale, self._shapes(q, kv_cache))
+        work = plan.work
+        if work is None:
+            if self._prepared is None or self._prepared[0] is not plan:
+                self._prepared = plan, self.prepare(q, kv_cache, plan)
+            work = self._prepared[1]
+        return launch_attention(q.contiguous(), kv_cache, plan, work, scale, self._shapes(q, kv_cache))
 
     def prepare(
         self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, capacity: tuple[int, ...] | None = None
     ) -> AttentionWork:
-        """Cuts a plan for `attention`, which does so itself when it meets a plan that is not the last one.
+        """Cuts a plan for `attention`, which does so itself when it meets a plan without work that is not the last one.
 
-        To capture a graph, give a capacity (see `AttentionWork`) and keep the result. Before a replay, fill the plan's
-        tensors with the step's arrays and call the work's `refill` with its tiles. Of q and kv_cache only shapes count.
+        To capture a graph, give a capacity (see `AttentionWork`) and make the result the plan's work. Before a replay,
+        fill the plan's tensors with the step's arrays and the work's buffer with what `pack` makes of its tiles. Of q
+        and kv_cache only shapes count.
         """
         num_kv_heads = kv_cache.shape[2]
-        max_programs = self.num_sms * PROGRAMS_PER_SM / num_kv_heads
-        cutting = (q.shape[1] // num_kv_heads, self._shapes(q, kv_cache)[1].rows, max_programs)
-        work = AttentionWork.build(plan, cutting, capacity)
-        self._prepared = plan, work
-        return work
+        cutting = (q.shape[1] // num_kv_heads, self._shapes(q, kv_cache)[1].rows, self.num_sms / num_kv_heads)
+        if capacity is not None:
+            return AttentionWork.build(plan, TileCutter(*cutting), capacity)
+        self._cutter = self._cutter if self._cutter.cutting == cutting else TileCutter(*cutting)
+        return AttentionWork.build(plan, self._cutter)
+
+    def decode_capacities(self, num_rows: int, num_kv_heads: int, max_len: int, shared: bool) -> list[tuple[int, ...]]:
+        """Capacities worth a graph of their own for decode steps of `num_rows` rows, the smallest first.
+
+        A program without an item still costs its launch, so rows that need no splitting get no spare places. Very long
+        ranges need more than the largest capacity; such a step is bound by reading them, and may run eagerly.
+        """
+        programs = int(self.num_sms * PROGRAMS_PER_SM / num_kv_heads)
+        most = num_rows * -(-max_len // SPAN)  # each span an item of its own
+        sizes = sorted({num_rows + min(most, spare * programs) for spare in (2, 12)})
+        parts = min(most + num_rows, 16 * num_rows + sizes[-1])
+        capacities: list[tuple[int, ...]] = [(num_rows, 0, 0, 0)]
+        capacities += [(size, 0, num_rows, size) for size in sizes]
+        if shared and num_rows > 1:
+            capacities += [(size, min(most, programs // 2), num_rows, parts) for size in sizes]
+        return capacities
 
     def _shapes(self, q: Tensor, kv_cache: Tensor) -> tuple[Shape, Shape]:
         """For narrow items and for wide ones."""

@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoapc.engine.attention_plan import KV_END, KV_START, NUM_ROWS, ROW_START, TABLE
+from nanoapc.kernels.reference_sampling import keep_top, largest, logprobs
 
 if TYPE_CHECKING:
     from nanoapc.engine.attention_plan import AttentionPlan
@@ -39,10 +40,22 @@ class ReferenceKernels:
 
     name = "reference"
     max_tile_rows = 128
+    keep_top = staticmethod(keep_top)
+    largest = staticmethod(largest)
+    logprobs = staticmethod(logprobs)
 
     def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
         """weight [out, in], bias [out] -> a function from x [T, in] to [T, out]."""
         return lambda x: F.linear(x, weight, bias)
+
+    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        """weight [2 * I, in], gate's rows before up's -> a function from x [T, in] to silu(gate) * up [T, I]."""
+
+        def gated(x: Tensor) -> Tensor:
+            gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
+            return F.silu(gate) * up
+
+        return gated
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) over the last dimension, in float32; cast to x.dtype; times weight."""
@@ -54,11 +67,6 @@ class ReferenceKernels:
         """(rms_norm(x + residual), x + residual), the sum in x.dtype."""
         total = x + residual
         return self.rms_norm(total, weight, eps), total
-
-    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
-        """silu(first half) * second half of the last dimension."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return F.silu(gate) * up
 
     def rope_and_store(
         self,
@@ -100,6 +108,11 @@ class ReferenceKernels:
         """(source, destination, num_tokens): the first tokens of a block, all layers, in order."""
         for source, destination, num_tokens in copies:
             kv_memory[destination, ..., :num_tokens, :] = kv_memory[source, ..., :num_tokens, :]
+
+    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """The greatest of each row in float32, and the first id that has it."""
+        peak, ids = logits.max(dim=-1)
+        return peak.float(), ids
 
     def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         """argmax(logits + gumbel_noise) per row; ties go to the lowest id."""

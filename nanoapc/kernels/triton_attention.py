@@ -24,22 +24,15 @@ length; FlashAttention-2 (arXiv 2307.08691); cascade inference (FlashInfer) for 
 # mypy: allow-untyped-defs
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from nanoapc.engine.attention_plan import SPAN, AttentionPlan
-
-ITEM_COLUMNS = 8
-"""row_start, num_rows, table, kv_start, kv_end, part (-1: the rows' only one), and two that keep items aligned."""
-
-NARROW_ROWS = 16
-"""Matrix rows of the narrow shape, the fewest that tensor cores take."""
+from nanoapc.kernels.attention_work import NARROW_ROWS, AttentionWork
 
 LOG2_E = 1.4426950408889634
 
@@ -73,118 +66,6 @@ def attention_shape(wide: bool, dtype: torch.dtype, head_dim: int, group: int, c
     shapes = _SHAPES[0 if dtype is torch.float32 else max(64, triton.next_power_of_2(head_dim))]
     shape = shapes[wide * (1 + (capability >= 90))]
     return shape._replace(rows=max(shape.rows, triton.next_power_of_2(group)))
-
-
-# ---- what each program does (host) ----
-
-
-@dataclass(frozen=True)
-class AttentionWork:
-    """A plan cut into items, on the device, in fixed numbers of places so that a captured graph can replay.
-
-    buffer      int32: narrow items, wide items [.., ITEM_COLUMNS], first_part [rows + 1], merged rows. A row that is
-                merged owns the parts first_part[row] ... first_part[row + 1] - 1.
-    capacity    (narrow items, wide items, merged rows, parts); the scratch memory has the last's partial states
-    cutting     (group, wide_rows, max_programs) of `cut_tiles`
-    """
-
-    buffer: Tensor
-    capacity: tuple[int, ...]
-    cutting: tuple[int, int, float]
-
-    @classmethod
-    def build(
-        cls, plan: AttentionPlan, cutting: tuple[int, int, float], capacity: tuple[int, ...] | None = None
-    ) -> AttentionWork:
-        """The work of a plan, with the places that `capacity` gives or just enough. ValueError: too few."""
-        cut = cut_tiles(plan.host_tiles, *cutting)
-        needed = (len(cut[0]), len(cut[1]), int(np.count_nonzero(np.diff(cut[2]))), int(cut[2][-1]))
-        capacity = capacity or needed
-        size = (capacity[0] + capacity[1]) * ITEM_COLUMNS + len(plan.positions) + 1 + capacity[2]
-        work = cls(torch.empty(size, dtype=torch.int32, device=plan.positions.device), capacity, cutting)
-        if not work._put(*cut):
-            raise ValueError(f"the plan needs {needed} narrow items, wide items, merged rows, parts; not {capacity}")
-        return work
-
-    def refill(self, tiles: np.ndarray) -> bool:
-        """Takes in another plan of at most as many rows; False, and nothing has changed, where it does not fit."""
-        return self._put(*cut_tiles(tiles, *self.cutting))
-
-    def sections(self) -> list[int]:
-        """Where wide items, first_part and merged rows start in the buffer."""
-        narrow, wide, merged, _ = self.capacity
-        return [narrow * ITEM_COLUMNS, (narrow + wide) * ITEM_COLUMNS, len(self.buffer) - merged]
-
-    def _put(self, narrow: np.ndarray, wide: np.ndarray, first_part: np.ndarray) -> bool:
-        merged = np.flatnonzero(np.diff(first_part))
-        if any(n > most for n, most in zip((len(narrow), len(wide), len(merged), first_part[-1]), self.capacity)):
-            return False
-        packed = np.zeros(len(self.buffer), np.int32)
-        places = np.split(packed, self.sections())
-        places[2][:], places[3][:] = first_part[-1], -1  # rows that this plan lacks have no parts
-        for place, values in zip(places, (narrow.ravel(), wide.ravel(), first_part, merged)):
-            place[: len(values)] = values
-        self.buffer.copy_(torch.from_numpy(packed))
-        return True
-
-
-def cut_tiles(
-    tiles: np.ndarray, group: int, wide_rows: int, max_programs: float
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Tiles of a plan -> narrow items and wide items [n, ITEM_COLUMNS], longest first, and first_part [rows + 1].
-
-    A tile that fits the narrow shape and ends its rows (decode) continues what the tiles before it have left. Many
-    rows that end together (prefill) are bound by arithmetic and read all of their sequence's range in one go.
-
-    Args:
-        tiles: [num_tiles, 6] int32 sorted by level (`AttentionPlan.host_tiles`).
-        group: query heads for one KV head.
-        wide_rows: matrix rows of the wide shape.
-        max_programs: spans of the batch / this = spans of the longest part; changes no row's result.
-    """
-    row_start, count, table, start, end, _ = tiles.T.astype(np.int64)
-    row_end = row_start + count
-    num_rows = int(row_end.max())
-    spans = -(-(end - start) // SPAN)
-    tile_of = np.repeat(np.arange(len(tiles)), count)
-    row_of = np.arange(len(tile_of)) - np.repeat(np.cumsum(count) - count - row_start, count)
-    last = np.zeros(num_rows, np.int64)
-    last[row_of] = tile_of  # levels ascend: the deepest tile wins
-    is_last = last[row_start] == np.arange(len(tiles))
-    narrow = count <= max(1, NARROW_ROWS // group)
-    in_one_go = is_last & ~narrow
-    # A chain's first part: F spans, or what its first tile has.
-    rows_per_item = np.where(narrow, count, wide_rows // group)
-    groups = -(-count // rows_per_item)
-    longest = max(1, int((groups * spans)[~in_one_go].sum() // max_programs))
-    first = np.minimum(spans, longest)
-    is_root = start == 0
-    first_of_row = np.zeros(num_rows, np.int64)
-    np.maximum.at(first_of_row, row_of, np.where(is_root, first, 0)[tile_of])
-    num_parts = -(-end[last] // SPAN) - first_of_row + 1
-    num_parts[(num_parts == 1) & is_root[last] | in_one_go[last]] = 0
-    first_part = np.concatenate([[0], np.cumsum(num_parts)])
-    # Items: for each tile its parts, for each part its groups of rows.
-    first[in_one_go] = spans[in_one_go] = -(-end[in_one_go] // SPAN)
-    is_root |= in_one_go
-    parts = np.where(is_root, spans - first + 1, spans)
-    of = np.repeat(np.arange(len(tiles)), parts * groups)
-    index = np.arange(len(of)) - np.repeat(np.cumsum(parts * groups) - parts * groups, parts * groups)
-    part, member = index // groups[of], index % groups[of]
-    row = row_start[of] + member * rows_per_item[of]
-    stop = np.minimum(row + rows_per_item[of], row_end[of])
-    at = np.where(is_root[of], np.where(part > 0, first[of] + part - 1, 0), start[of] // SPAN + part)
-    length = np.where(is_root[of] & (part == 0), first[of], 1)
-    until = np.minimum((at + length) * SPAN, end[of] - np.where(is_last[of], row_end[of] - stop, 0))
-    rank = np.where(is_root[of], part, at - first_of_row[row] + 1)
-    rank[in_one_go[of] | (num_parts[row] == 0) & is_last[of]] = -1
-    items = np.zeros((len(of), ITEM_COLUMNS), np.int32)
-    items[:, :6] = np.stack([row, stop - row, table[of], at * SPAN, until, rank], axis=1)
-    wanted = (rank < 0) | (first_part[stop] > first_part[row])
-    order = np.argsort(at * SPAN - until, kind="stable")
-    order = order[wanted[order]]
-    is_narrow = narrow[of[order]]
-    return items[order[is_narrow]], items[order[~is_narrow]], first_part.astype(np.int32)
 
 
 # ---- the kernels ----

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoapc.kernels import upload
+
 
 @triton.jit
 def _norm_kernel(x, residual, weight, out, total, size, eps, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr):
@@ -153,7 +155,7 @@ def copy_blocks(kv_memory: Tensor, copies: Sequence[tuple[int, int, int]]) -> No
     """kv_memory [NB, L, 2, Hkv, B, D] contiguous; (source, destination, num_tokens), as if one after the other."""
     block_numel, (block_size, head_dim) = kv_memory[0].numel(), kv_memory.shape[-2:]
     for group in _independent(copies):
-        numbers = torch.tensor(group, device=kv_memory.device)
+        numbers = upload(torch.tensor(group), kv_memory.device)
         _copy_kernel[triton.cdiv(block_numel, 2048), len(group)](
             kv_memory, numbers, block_numel, block_size * head_dim, head_dim, 2048, num_warps=4
         )

@@ -5,8 +5,8 @@
                 +-> log_softmax (log-probs)
 
 Invariant: a row's result is a function of its own logits, parameters and tokens, bit for bit, whichever rows
-share the batch and however many they are. Hence only row-wise operations are used, and sums of probabilities
-are sums of integers (fixed point), which give the same result in every order.
+share the batch and however many they are. Hence only row-wise operations are used. On CUDA the host never waits
+for the device between logits and `SampledTokens`: what is done depends on parameters alone.
 
 A `SamplerState` belongs to a sequence and outlives batches; `SamplingRows` belongs to one composition of
 the batch and is reused as long as that does not change.
@@ -23,11 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoapc.kernels import Kernels
+from nanoapc.kernels import Kernels, upload
 from nanoapc.sampling_params import SamplingParams
 
-NUCLEUS_WIDTH = 1024  # candidates looked at before a whole row is ranked: nearly every nucleus is smaller
-FIXED_POINT = 2.0**40  # probability 1; a row's sum stays far below 2**63
 NEG_INF = float("-inf")
 
 
@@ -127,13 +125,11 @@ class SamplingRows:
         self.ranked_rows = self.tensor(ranked)  # indices into the rows that draw
         self.top_k = self.tensor([top_k[j] for j in ranked])
         self.top_p = self.tensor([params[j].top_p for j in ranked], torch.float64)
-        widths = [top_k[j] if top_k[j] < V else NUCLEUS_WIDTH for j in ranked]
-        self.rank_width = min(max(widths, default=0), V)
 
     def _set_edits(self, rows: list[tuple[int, SamplingParams, SamplerState]]) -> None:
         self.bias_at = self.flat([(i, s.bias_ids) for i, _, s in rows])
         biases = [s.bias_values[s.bias_ids < self.num_valid_ids] for _, _, s in rows]
-        self.bias = torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *biases])).to(self.device)
+        self.bias = upload(torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *biases])), self.device)
         allowed = [(i, s.allowed_ids) for i, _, s in rows if s.allowed_ids is not None]
         self.restricted_rows, self.allowed_at = self.tensor([i for i, _ in allowed]), self.flat(allowed)
         self.banned_at = self.flat([(i, s.banned_ids) for i, _, s in rows])
@@ -143,24 +139,24 @@ class SamplingRows:
 
     def tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         """Host values -> a vector on the device."""
-        return torch.tensor(values, dtype=dtype, device=self.device)
+        return upload(torch.tensor(values, dtype=dtype), self.device)
 
     def flat(self, ids_of_rows: Sequence[tuple[int, np.ndarray]]) -> Tensor:
         """(row, ids) pairs -> indices row * V + id; ids that cannot be emitted anyway (>= V) are left out."""
         V = self.num_valid_ids
         parts = [row * V + ids[ids < V] for row, ids in ids_of_rows]
-        return torch.from_numpy(np.concatenate([_ids(()), *parts])).to(self.device)
+        return upload(torch.from_numpy(np.concatenate([_ids(()), *parts])), self.device)
 
     def edit(self, logits: Tensor) -> Tensor:
-        """logits [n, V] -> the same, or an edited copy: bias, allowed ids, bans, then penalties."""
+        """logits [n, V] -> the same, or an edited float32 copy: bias, allowed ids, bans, then penalties."""
         if not self.has_edits:
             return logits
-        logits = logits.clone(memory_format=torch.contiguous_format)
+        logits = logits.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
         flat = logits.view(-1)
         flat.index_add_(0, self.bias_at, self.bias)
         if self.restricted_rows.numel():
             kept = flat[self.allowed_at]
-            logits[self.restricted_rows] = NEG_INF
+            logits.index_fill_(0, self.restricted_rows, NEG_INF)
             flat[self.allowed_at] = kept
         flat.index_fill_(0, self.banned_at, NEG_INF)
         if self.passing:
@@ -238,9 +234,9 @@ class Sampler:
         self.num_valid_ids = num_valid_ids
 
     def forward(self, logits: Tensor, rows: SamplingRows) -> SampledTokens:
-        """logits [n, V] float32, left as they are; V >= num_valid_ids."""
+        """logits [n, V] of any float dtype, left as they are; V >= num_valid_ids."""
         x = rows.edit(logits[:, : self.num_valid_ids])
-        peak, token_ids = x.max(dim=-1)  # of equal ones the first
+        peak, token_ids = self.kernels.argmax(x)
         drawing = rows.draw_rows
         if drawing.numel() == rows.num_rows:
             token_ids = self._draw(x, peak, rows, rows.positions)
@@ -253,63 +249,23 @@ class Sampler:
         return SampledTokens(torch.where(peak.isfinite(), token_ids, -1), peak, logprobs)
 
     def _draw(self, x: Tensor, peak: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
-        """The rows that draw, x [m, V] -> ids [m]. The peak is taken off first: no temperature overflows."""
+        """The rows that draw, x [m, V] -> ids [m]. The peak (float32) is taken off first: no temperature overflows."""
         x = (x - peak[:, None]) / rows.temperature
         if rows.log_min_p is not None:
             x = x.masked_fill(x < rows.log_min_p, NEG_INF)
-        if rows.rank_width:
-            x[rows.ranked_rows] = keep_top(x[rows.ranked_rows], rows.top_k, rows.top_p, rows.rank_width)
+        ranked = rows.ranked_rows
+        if len(ranked) == len(x):
+            x = self.kernels.keep_top(x, rows.top_k, rows.top_p)
+        elif len(ranked):
+            x[ranked] = self.kernels.keep_top(x[ranked], rows.top_k, rows.top_p)
         return self.kernels.gumbel_argmax(x, rows.seeds, positions)
 
     def gather_logprobs(self, logits: Tensor, chosen: Tensor, num_top: int) -> TokenLogprobs:
         """logits [r, V] raw, chosen [r] int64 -> log-probs over all V; ranks and best among valid ids."""
-        logprobs = logits.log_softmax(dim=-1)
-        valid, chosen = logits[:, : self.num_valid_ids], chosen[:, None]
-        rank = (valid > logits.gather(1, chosen)).sum(dim=-1) + 1
-        top_ids = largest(valid, num_top)[1]
-        return TokenLogprobs(logprobs.gather(1, chosen)[:, 0], rank, top_ids, logprobs.gather(1, top_ids))
-
-
-def keep_top(x: Tensor, top_k: Tensor, top_p: Tensor, width: int) -> Tensor:
-    """x [m, V] -> the same with -inf outside the top_k [m] int64 (V is off) and top_p [m] float64 sets.
-
-    top_p works on the probabilities renormalised over what top_k left. Ties go to the lowest id. At first
-    only the `width` best ids are looked at; a row whose nucleus is larger is ranked whole.
-    """
-    weights = (x.softmax(dim=-1) * FIXED_POINT).to(torch.int64)
-    values, ids = largest(x, width)  # [m, width]
-    ranked = weights.gather(1, ids)
-    in_top_k = torch.arange(width, device=x.device) < top_k[:, None]
-    total = torch.where(top_k <= width, (ranked * in_top_k).sum(dim=-1), weights.sum(dim=-1))
-    mass_before = ranked.cumsum(dim=-1) - ranked
-    keep = in_top_k & ((mass_before < top_p[:, None] * total[:, None]) | (top_p[:, None] >= 1))
-    out = torch.full_like(x, NEG_INF).scatter_(1, ids, values.masked_fill(~keep, NEG_INF))
-    larger = (keep[:, -1] & (top_k > width)).nonzero()[:, 0]  # V > width only then
-    if larger.numel():
-        out[larger] = keep_top(x[larger], top_k[larger], top_p[larger], x.shape[1])
-    return out
-
-
-def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """x [m, V] float32 -> the k largest of each row and their ids, both [m, k], ties in the order of ids."""
-    V = x.shape[1]
-    if 8 * k >= V:
-        values, ids = x.sort(dim=-1, descending=True, stable=True)
-        return values[:, :k], ids[:, :k]
-    values, ids = x.topk(k + 1, dim=-1)  # of equal values any; the last shows whether a tie crosses the edge
-    by_id = ids.argsort(dim=-1)
-    values, ids = values.gather(1, by_id), ids.gather(1, by_id)
-    order = values.argsort(dim=-1, descending=True, stable=True)
-    values, ids = values.gather(1, order), ids.gather(1, order)
-    crossing = ((values[:, k - 1] == values[:, k]) & values[:, k].isfinite()).nonzero()[:, 0]
-    if k and crossing.numel():
-        edge = values[crossing, k : k + 1]
-        num_above = (values[crossing] > edge).sum(dim=-1, keepdim=True)
-        columns = torch.arange(V, dtype=torch.int32, device=x.device)
-        tied = torch.where(x[crossing] == edge, columns, V).topk(k, dim=-1, largest=False).values.to(torch.int64)
-        place = columns[:k].to(torch.int64) - num_above  # among the tied, lowest id first
-        ids[crossing, :k] = torch.where(place < 0, ids[crossing, :k], tied.gather(1, place.clamp(min=0)))
-    return values[:, :k], ids[:, :k]
+        logits = logits.float()
+        top_ids = self.kernels.largest(logits[:, : self.num_valid_ids], num_top)[1]
+        logprobs, rank = self.kernels.logprobs(logits, torch.cat([chosen[:, None], top_ids], 1), self.num_valid_ids)
+        return TokenLogprobs(logprobs[:, 0], rank, top_ids, logprobs[:, 1:])
 
 
 def _ids(values: Sequence[int] | np.ndarray) -> np.ndarray:
