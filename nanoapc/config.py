@@ -32,7 +32,7 @@ class EngineConfig:
     max_num_batched_tokens: the token budget of a step; None: 2048 on the CPU, 8192 on CUDA.
     block_size: tokens a KV block.
     num_kv_blocks: size of the KV cache in blocks; None: from kv_cache_memory.
-    kv_cache_memory: size of the KV cache in bytes; None: a share of what is free (see `memory.py`).
+    kv_cache_memory: size of the KV cache in bytes; None: a share of what is free (see `engine/kv_memory.py`).
     gpu_memory_utilization: share of a GPU's memory that this process may use.
     enable_prefix_caching: reuse the KV of equal prefixes, within a call and between calls.
     prefix_caching_hash_algo: how a block's key is made (see `engine/block_hash.py`).
@@ -40,7 +40,9 @@ class EngineConfig:
     enable_forest_attention: read a shared prefix once for all rows that share it.
     deterministic: the same bits whatever the batch, on CUDA, too; costs time there (see `kernels/cuda.py`). On the CPU
         it is so in any case.
-    enforce_eager: accepted as in vLLM; every step is eager as yet, with or without it.
+    enforce_eager: no CUDA graphs: every step is launched kernel by kernel (see `engine/cuda_graphs.py`).
+    async_scheduling: start a step before the results of the one before are known, so that the device never waits for
+        the host; None: on CUDA. Results are the same. Off while a trace or the debug log is written.
     metrics_file: keep the metrics in this file, in Prometheus' text format (see `engine/metrics.py`).
     trace: write what happens to every block to this file, one JSON line a step (see `engine/events.py`).
     load_format: "auto" reads the weights, "dummy" makes random ones (only config.json is needed).
@@ -66,6 +68,7 @@ class EngineConfig:
     enable_forest_attention: bool = True
     deterministic: bool = False
     enforce_eager: bool = False
+    async_scheduling: bool | None = None
     metrics_file: str | None = None
     trace: str | None = None
     load_format: str = "auto"
@@ -99,8 +102,9 @@ class EngineConfig:
             self._check_int(name, optional=True)
         self._check_int("seed", optional=False, least=-(2**63), most=2**64 - 1)
         for field in dataclasses.fields(self):
-            if field.type == "bool" and not isinstance(getattr(self, field.name), bool):
-                raise ValueError(f"{field.name} must be True or False, not {getattr(self, field.name)!r}")
+            value, optional = getattr(self, field.name), field.type == "bool | None"
+            if (field.type == "bool" or optional) and not (isinstance(value, bool) or (optional and value is None)):
+                raise ValueError(f"{field.name} must be True or False{' or None' * optional}, not {value!r}")
         for name in ("metrics_file", "trace"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):

@@ -23,7 +23,6 @@ from nanoapc.config import EngineConfig
 from nanoapc.engine.engine import Engine
 from nanoapc.engine.explain import Explanation, explain
 from nanoapc.engine.metrics import Metrics
-from nanoapc.engine.prefix_order import prefix_order
 from nanoapc.engine.request import Request, make_output
 from nanoapc.engine.sequence import Sequence as EngineSequence
 from nanoapc.fair_lock import FairLock
@@ -136,8 +135,6 @@ class LLM:
         outputs: list[RequestOutput | None] = [None] * len(requests)
         with self._lock:
             sequences = self.engine.prepare(requests)
-        if self.engine.config.schedule_policy == "prefix":
-            sequences = prefix_order(sequences)
         call = _Call(groups(sequences, 2 * self.engine.config.max_num_seqs))
         call.pending = {request.request_id: request for request in requests}
         for request in requests:

@@ -12,6 +12,7 @@ The null model has two layers like a real one's, so that a wrong, unwritten or o
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -20,6 +21,7 @@ import numpy as np
 from nanoapc.engine.block_hash import BlockHasher, encode_extra_keys
 from nanoapc.engine.block_manager import BlockManager
 from nanoapc.engine.block_pool import Block
+from nanoapc.engine.prefix_order import prefix_order
 from nanoapc.engine.scheduler import Scheduler
 from nanoapc.engine.sequence import Sequence
 from nanoapc.engine.step_batch import StepBatch
@@ -160,10 +162,12 @@ class NullEngine:
         hasher = ConstantHasher("xxhash") if constant_hash else BlockHasher("xxhash")
         self.manager = BlockManager(num_blocks, block_size, hasher, enable_caching)
         self.pool = self.manager.pool
-        self.scheduler = Scheduler(self.manager, max_num_seqs, max_num_batched_tokens, max_model_len, eos, policy)
+        self.scheduler = Scheduler(self.manager, max_num_seqs, max_num_batched_tokens, max_model_len, eos)
+        self.policy = policy
         self.stats = self.scheduler.stats
         self.model = NullModel(num_blocks, block_size, vocab_size)
         self.num_steps = 0
+        self.seen: Counter[str] = Counter()
         self.num_pending_hits = 0  # blocks shared in the step that fills them
         self._num_sequences = 0
         self._admitted: dict[Sequence, int] = {}  # running sequence -> tokens when it was admitted
@@ -186,8 +190,12 @@ class NullEngine:
         for prompt, limit in zip(prompts, limits, strict=True):
             sequences.append(make_sequence(prompt, limit, seq_id=self._num_sequences, **options))
             self._num_sequences += 1
-        self.scheduler.add(sequences)
+        self.queue(sequences)
         return sequences
+
+    def queue(self, sequences: list[Sequence]) -> None:
+        """Queues sequences in the order of the policy."""
+        self.scheduler.add(prefix_order(sequences) if self.policy == "prefix" else sequences)
 
     def generate(
         self, prompts: Iterable[Iterable[int]], max_tokens: int | list[int] = 8, **options: Any
@@ -224,7 +232,9 @@ class NullEngine:
 
     def finish_step(self, batch: StepBatch) -> list[Sequence]:
         """The second half: runs the model and enters its tokens."""
-        finished = self.scheduler.update(batch, self.model.run(batch))
+        token_ids = self.model.run(batch)
+        self.scheduler.advance(batch)
+        finished = self.scheduler.settle(batch, token_ids)
         self.check()
         return finished
 
@@ -232,6 +242,13 @@ class NullEngine:
         """Instead of the second half: the model has raised."""
         self.scheduler.step_failed()
         self.check()
+
+    def fail(self) -> bool:
+        """A step that fails; False if there was none to run."""
+        scheduled = self.schedule() is not None
+        if scheduled:
+            self.fail_step()
+        return scheduled
 
     # -- what must hold ----------------------------------------------------------------------------------
 
@@ -264,6 +281,8 @@ class NullEngine:
                 self._check_slot(seq, position, int(slot))
             row += count
         self._check_neighbours(batch)
+        self.seen["a chunk that is not a prompt's last"] += len(batch.samples) < len(batch.counts)
+        self.seen["prefill and decode in one step"] += {1} < set(batch.counts.tolist())
 
     def _check_slot(self, seq: Sequence, position: int, slot: int) -> None:
         block = seq.blocks[position // self.manager.block_size]

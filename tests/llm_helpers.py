@@ -21,9 +21,10 @@ from tokenizers import Tokenizer, processors
 
 from nanoapc import LLM, RequestOutput, SamplingParams
 from nanoapc.engine.block_pool import Block
-from nanoapc.engine.model_runner import StepResult
+from nanoapc.engine.model_runner import InFlight
 from nanoapc.engine.sequence import Sequence as EngineSequence
 from nanoapc.engine.step_batch import StepBatch
+from nanoapc.layers.sampler import SampledTokens, SamplingRows
 
 B = 4
 """Block size of the test LLMs."""
@@ -129,10 +130,10 @@ class StepLog:
         for prefix in pool.prefixes():
             for block in prefix.blocks:
                 self._written[block.block_id] = True
-        self._take, self._run = pool.take, engine.runner.run
+        self._take, self._launch = pool.take, engine.runner.launch
         self._step, self._preempt = engine.step, engine.scheduler._preempt
         pool.take = self._checked_take  # type: ignore[method-assign]
-        engine.runner.run = self._checked_run  # type: ignore[method-assign]
+        engine.runner.launch = self._checked_launch  # type: ignore[method-assign]
         engine.step = self._checked_step  # type: ignore[method-assign]
         engine.scheduler._preempt = self._checked_preempt  # type: ignore[method-assign]
 
@@ -142,7 +143,7 @@ class StepLog:
             self._written[block.block_id] = False
         return blocks
 
-    def _checked_run(self, batch: StepBatch) -> StepResult:
+    def _checked_launch(self, batch: StepBatch) -> InFlight:
         assert batch.num_tokens <= self._engine.scheduler.max_num_batched_tokens
         before = self._written.copy()
         for source, destination, num_tokens in batch.copies:
@@ -152,7 +153,7 @@ class StepLog:
         self._check_writes(batch)
         self._check_reads(batch)
         try:
-            result = self._run(batch)
+            in_flight = self._launch(batch)
         except BaseException:
             self._written = before
             raise
@@ -165,7 +166,7 @@ class StepLog:
                 num_blocks={seq.seq_id: len(seq.blocks) for seq in batch.sequences},
             )
         )
-        return result
+        return in_flight
 
     def _check_writes(self, batch: StepBatch) -> None:
         size = self._engine.config.block_size
@@ -208,9 +209,16 @@ def observe(llm: LLM) -> StepLog:
 
 def script_tokens(llm: LLM, script: Sequence[int]) -> None:
     """From now on every sequence gets the ids of `script`, whatever the logits are."""
+    runner = llm.engine.runner
+    sampling_rows, prompt_lengths = runner._sampling_rows, [0]
 
-    def sample(batch: StepBatch, logits: torch.Tensor) -> np.ndarray:
-        places = batch.positions[batch.sample_rows] + 1 - [seq.num_prompt_tokens for seq in batch.sampled]
-        return np.asarray(script, np.int64)[places]
+    def remember(batch: StepBatch) -> SamplingRows:
+        prompt_lengths[:] = [seq.num_prompt_tokens for seq in batch.sampled]
+        return sampling_rows(batch)
 
-    llm.engine.runner._sample = sample  # type: ignore[method-assign]
+    def forward(logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
+        token_ids = torch.tensor(script)[rows.positions - torch.tensor(prompt_lengths)]
+        return SampledTokens(token_ids, torch.zeros(len(token_ids)), None)
+
+    runner._sampling_rows = remember  # type: ignore[method-assign]
+    runner.sampler.forward = forward  # type: ignore[method-assign]

@@ -588,7 +588,7 @@ class TestInterruption:
     def test_an_interrupt_inside_a_step_leaves_nothing(self, make_llm: MakeLLM, cache_off: LLM) -> None:
         llm, prompts = make_llm(max_num_seqs=2), [random_ids(5, seed) for seed in range(30)]
         runner = llm.engine.runner
-        execute, calls = runner.run, 0
+        execute, calls = runner.launch, 0
 
         def interrupt(batch: Any) -> Any:
             nonlocal calls
@@ -597,7 +597,7 @@ class TestInterruption:
                 raise KeyboardInterrupt
             return execute(batch)
 
-        runner.run = interrupt  # type: ignore[method-assign]
+        runner.launch = interrupt  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
             run(llm, prompts)
         assert_idle(llm)

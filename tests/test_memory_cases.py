@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +12,9 @@ from llm_helpers import assert_idle, cached, greedy, observe, run, token_ids
 from tiny_models import random_ids, tiny_tokenizer
 
 from nanoapc import LLM, RequestOutput, SamplingParams
+from nanoapc.config import EngineConfig
 from nanoapc.engine import kv_memory
+from nanoapc.engine.kv_memory import MemoryUse, count_blocks
 
 
 class TestCannotFit:
@@ -58,15 +61,24 @@ class TestCannotFit:
     def test_memory_that_others_hold_never_gives_a_negative_count(
         self, free: int, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(kv_memory, "_free_bytes", lambda device, utilization: free)
+        monkeypatch.setattr(kv_memory, "available_memory", lambda: free)
         with pytest.raises(ValueError, match=r"MiB of free memory gives 0 blocks = 0 tokens"):
             make_llm(num_kv_blocks=None)
 
-    def test_on_cuda_free_memory_is_the_share_less_what_is_in_use(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (40, 100))  # others hold 60 of 100
-        free = kv_memory._free_bytes
-        assert free(torch.device("cuda"), 0.9) == 30
-        assert free(torch.device("cuda"), 0.4) == -20  # count_blocks makes an error of it
+    def test_on_cuda_the_cache_gets_what_others_weights_activations_and_graphs_leave(self) -> None:
+        gib = 2**30
+        use = MemoryUse(total=80 * gib, outside=5 * gib, peak=20 * gib, graphs=gib)
+        assert use.left(0.9) == (72 - 5 - 20 - 1) * gib
+        assert use.left(0.3) == -2 * gib
+        model = SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=2**15)  # 1 MiB a token in float32
+        arguments = {"block_size": 16, "gpu_memory_utilization": 0.9}
+        config = EngineConfig.from_arguments("model", **arguments)
+        assert count_blocks(config, model, torch.float32, 100, lambda: use) == 46 * 1024 // 16
+        config = EngineConfig.from_arguments("model", **{**arguments, "gpu_memory_utilization": 0.3})
+        with pytest.raises(ValueError, match="gives 0 blocks = 0 tokens") as error:
+            count_blocks(config, model, torch.float32, 100, lambda: use)
+        for number in ("=0.3", "81920 MiB", "5120 MiB", "20480 MiB", "1024 MiB", "100 needs 7 KV blocks", "112.0 MiB"):
+            assert number in str(error.value)
 
     def test_the_default_is_a_share_of_what_is_available(
         self, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ import random
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,7 +64,7 @@ def random_sequence(rng: random.Random, bases: list[list[int]], vocab_size: int,
     )
 
 
-def run_random_case(seed: int) -> Counter[str]:
+def run_random_case(seed: int, engine_class: Callable[..., NullEngine] = NullEngine) -> Counter[str]:
     """One engine of random size under random requests; returns what has happened."""
     rng = random.Random(seed)
     seen: Counter[str] = Counter()
@@ -71,7 +72,7 @@ def run_random_case(seed: int) -> Counter[str]:
     smallest = -(-max_model_len // block_size)
     vocab_size = rng.choice((2, 6, VOCAB_SIZE))
     eos = () if vocab_size == 2 else (0, 1)
-    engine = NullEngine(
+    engine = engine_class(
         rng.randrange(smallest, 3 * smallest + 2),
         block_size,
         max_num_seqs=rng.randrange(1, 10),
@@ -88,7 +89,7 @@ def run_random_case(seed: int) -> Counter[str]:
     for _ in range(rng.randrange(1, 5)):
         new = [random_sequence(rng, bases, vocab_size, len(sequences) + i) for i in range(rng.randrange(1, 10))]
         sequences += new
-        engine.scheduler.add(new)
+        engine.queue(new)
         for _ in range(rng.randrange(1, 40)):
             event = rng.random()
             if event < 0.02:
@@ -100,18 +101,14 @@ def run_random_case(seed: int) -> Counter[str]:
             elif event < 0.03:
                 seen["a reset"] += engine.manager.reset()
                 engine.check()
-            elif event < 0.035 and engine.schedule() is not None:
+            elif event < 0.035 and engine.fail():
                 seen["a failed step"] += 1
-                engine.fail_step()
                 assert not engine.scheduler.has_unfinished
                 assert engine.manager.num_free_blocks == len(engine.pool.blocks)
             else:
-                batch = engine.schedule()
-                if batch is not None:
-                    seen["a chunk that is not a prompt's last"] += len(batch.samples) < len(batch.counts)
-                    seen["prefill and decode in one step"] += {1} < set(batch.counts.tolist())
-                    engine.finish_step(batch)
+                engine.step()
     engine.run()
+    seen += engine.seen
 
     for seq in sequences:
         expected, reason = solo(
@@ -138,6 +135,7 @@ def run_random_case(seed: int) -> Counter[str]:
     seen["a recomputed token"] += engine.stats.recomputed_tokens
     assert not engine.pool.wanted, "nobody waits"
     assert engine.stats.hit_tokens <= engine.stats.queried_tokens
+    assert engine.stats.generated_tokens == sum(len(seq.output_token_ids) for seq in sequences)
     return seen
 
 
@@ -453,7 +451,7 @@ def test_a_pool_that_cannot_hold_one_longest_sequence_is_refused(num_blocks: int
     config = EngineConfig.from_arguments("model", num_kv_blocks=num_blocks, block_size=4)
     model = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=8)
     with pytest.raises(ValueError, match="lower max_model_len to at most") as error:
-        count_blocks(config, model, torch.float32, torch.device("cpu"), max_model_len)
+        count_blocks(config, model, torch.float32, max_model_len, None)
     for number in (max_model_len, -(-max_model_len // 4), num_blocks, num_blocks * 4):
         assert str(number) in str(error.value)
 
@@ -541,6 +539,25 @@ def test_no_more_sequences_run_than_max_num_seqs() -> None:
         engine.step()
         most = max(most, len(engine.scheduler.running))
     assert most == 3
+
+
+def test_the_oldest_take_the_budget_first_wherever_their_blocks_are() -> None:
+    engine = NullEngine(64, 4, max_num_batched_tokens=6, policy="fcfs")
+    cached = list(range(100, 108))
+    engine.generate([cached])
+    (old,) = engine.add([[1, 2, 3]], max_tokens=20)
+    engine.step()
+    (new,) = engine.add([[*cached, *range(200, 230)]])
+    counts = []
+    while not counts or counts[-1] > 1:
+        batch = engine.schedule()
+        assert [seq is old for seq in batch.sequences] == [False, True], "the new one's blocks come first"
+        counts.append(int(batch.counts[0]))
+        assert batch.counts[1] == 1
+        engine.finish_step(batch)
+    assert counts == [5] * 6 + [1]
+    engine.run()
+    assert outputs([old, new]) == [solo([1, 2, 3], 20)[0], solo(new.prompt.tolist(), 8)[0]]
 
 
 # -- results -----------------------------------------------------------------------------------------------
@@ -651,7 +668,8 @@ def count_trace_events(num_sequences: int, prompt_length: int) -> int:
     sys.settrace(trace)
     try:
         batch = scheduler.schedule()
-        finished = scheduler.update(batch, tokens)
+        scheduler.advance(batch)
+        finished = scheduler.settle(batch, tokens)
     finally:
         sys.settrace(None)
     assert batch.num_tokens == num_sequences and not finished

@@ -24,6 +24,7 @@ Nondeterminism in LLM Inference" (Thinking Machines, 2025).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -44,6 +45,7 @@ class AttentionPlan:
     block_tables  [num_sequences, max_blocks] int32: position t lives in block block_tables[table, t // B]
     host_tiles    the numpy twin of `tiles`
     level_starts  level i is host_tiles[level_starts[i]:level_starts[i + 1]]; its tiles have disjoint rows
+    work          the tiles as the kernels want them, if they have been prepared (see cuda_graphs.py)
     """
 
     tiles: torch.Tensor
@@ -51,6 +53,7 @@ class AttentionPlan:
     block_tables: torch.Tensor
     host_tiles: np.ndarray
     level_starts: list[int]
+    work: Any = None
 
 
 class AttentionPlanner:

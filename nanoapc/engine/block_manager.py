@@ -13,7 +13,8 @@ token is computed again: its query reads the cached K/V and its own K/V is not w
 
 A block is indexed when it is allocated to be filled in this step ("pending"), so that a later sequence of the SAME
 step can share it. This is sound because each layer writes K/V before it attends. If the step does not run
-after all, `withdraw` takes the pending entries back.
+after all, `withdraw` takes the pending entries back. Steps run in the order in which they were started, so what one
+step frees, the next may overwrite, even while the first still runs.
 """
 
 from __future__ import annotations
@@ -178,6 +179,15 @@ class BlockManager:
         if self.events is not None:
             self.events.taken(seq, blocks)
 
+    def grow_each(self, seqs: list[Sequence]) -> list[int]:
+        """Appends one fresh block to each of the sequences' block tables, as `grow`; returns the blocks' ids."""
+        blocks = self.pool.take(len(seqs))
+        for seq, block in zip(seqs, blocks, strict=True):
+            seq.blocks.append(block)
+            if self.events is not None:
+                self.events.taken(seq, [block])
+        return [block.block_id for block in blocks]
+
     def index_blocks(self, seq: Sequence, tokens: np.ndarray, num_computed_tokens: int) -> None:
         """Indexes the blocks that are full once `num_computed_tokens` tokens are computed in this step."""
         end = num_computed_tokens // self.block_size
@@ -196,18 +206,43 @@ class BlockManager:
         self._pending.extend(seq.blocks[first:end])
         seq.num_indexed_blocks = end
 
+    def index_next(self, seqs: list[Sequence], tokens: np.ndarray) -> None:
+        """Indexes one more block for each of the sequences, filled in this step; tokens [len(seqs), block_size].
+
+        What `index_blocks` does, made cheap for a decode step in which many sequences fill a block at once.
+        """
+        if not self.enable_caching:
+            return
+        data, size = encode_tokens(tokens), self.block_size * TOKEN_BYTES
+        put, hash_keys, step = self.pool.put, self.hasher.keys, self.step
+        for start, seq in zip(range(0, len(data), size), seqs, strict=True):
+            i, keys = seq.num_indexed_blocks, seq.keys
+            block = seq.blocks[i]
+            if len(keys) == i:
+                parent, extra = (keys[-1], b"") if i else (self.hasher.root, seq.extra)
+                label = data[start : start + size]
+                keys += hash_keys(parent, extra, [label])
+                seq.labels.append(extra + label)
+            before = seq.blocks[i - 1].prefix if i else self.pool.root
+            assert before is not None, "a block before an indexed one has lost its prefix"
+            put(block, before, keys[i], seq.labels[i], step)
+            seq.num_indexed_blocks = i + 1
+            self._pending.append(block)
+            if self.events is not None:
+                self.events.stored(seq, i, i + 1)
+
     # -- the end of a step -------------------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """A new step: what was pending is computed now."""
+    def begin_step(self, in_flight: bool = False) -> None:
+        """A new step: what was pending is computed now, except, with `in_flight`, what the last step fills."""
+        self._pending = [b for b in self._pending if b.filled_step == self.step] if in_flight else []
         self.step += 1
         self.pool.step = self.step
         if self.events is not None:
             self.events.begin_step(self.step)
-        self._pending.clear()
 
     def end_step(self) -> None:
-        """The step has run: its copies are done, their sources need no keeping."""
+        """The step has been started: its copies come before all that later steps write, nothing need be kept."""
         for block in self._pinned:
             self.pool.release(block)
             if self.events is not None:
@@ -215,7 +250,7 @@ class BlockManager:
         self._pinned.clear()
 
     def withdraw(self) -> None:
-        """The step has not run: what it should have filled holds nothing."""
+        """What the steps that were not known to have run should have filled holds nothing."""
         if self.events is not None:
             self.events.withdrawn(self._pending)
         for block in self._pending:

@@ -1,9 +1,13 @@
 """Engine: the parts of one LLM put together, and the loop's one step.
 
-    Scheduler.schedule() -> StepBatch -> ModelRunner.run() -> tokens -> Scheduler.update() -> finished requests
+    Scheduler.schedule() -> StepBatch -> ModelRunner.launch() -> Scheduler.advance()       host: N    N+1    N+2
+    InFlight.wait() -> tokens -> Scheduler.settle() -> finished requests                   device: N    N+1    N+2
 
-Invariant: if anything in a step fails, what the step would have cached is withdrawn, all requests are aborted and
-their blocks free, and the engine can go on with new ones.
+With `overlap`, a call of `step` launches the next step before it waits for the one in flight, so the device always has
+work; without, it waits for what it has launched. Results are the same (see scheduler.py).
+
+Invariant: if anything in a step fails, what it and the step behind it would have cached is withdrawn, all requests are
+aborted and their blocks free, and the engine can go on with new ones.
 """
 
 from __future__ import annotations
@@ -12,32 +16,46 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from nanoapc.config import EngineConfig
 from nanoapc.engine.attention_plan import AttentionPlanner
 from nanoapc.engine.block_hash import BlockHasher
 from nanoapc.engine.block_manager import BlockManager
+from nanoapc.engine.cuda_graphs import CudaBackend, graph_bytes
 from nanoapc.engine.events import Events, configure_logging
-from nanoapc.engine.kv_memory import allocate, block_bytes, count_blocks
+from nanoapc.engine.kv_memory import MemoryUse, allocate, block_bytes, count_blocks, measure_memory
 from nanoapc.engine.metrics import Metrics, MetricsFile, PhaseStats, collect
-from nanoapc.engine.model_runner import ModelRunner, StepResult
+from nanoapc.engine.model_runner import InFlight, ModelRunner
+from nanoapc.engine.prefix_order import prefix_order
 from nanoapc.engine.request import Request, make_sequences
 from nanoapc.engine.scheduler import Scheduler
 from nanoapc.engine.sequence import Sequence
-from nanoapc.engine.step_batch import StepBatch
+from nanoapc.engine.step_batch import StepBatch, largest_batch
+from nanoapc.engine.transfer import PinnedTransfer, Transfer
 from nanoapc.inputs import InputProcessor
-from nanoapc.kernels import select_kernels
+from nanoapc.kernels import FixedWorkKernels, select_kernels
 from nanoapc.layers.sampler import Sampler
 from nanoapc.models.checkpoint import resolve_model
 from nanoapc.models.config import ModelConfig
+from nanoapc.models.decoder import CausalLM
 from nanoapc.models.weights import load_model, replace_weights
+from nanoapc.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
+
+
+class _Launched(NamedTuple):
+    """A step in flight, and when the host began with it."""
+
+    in_flight: InFlight
+    start: float
 
 
 class Engine:
@@ -48,6 +66,7 @@ class Engine:
         manager, scheduler, runner
         inputs: makes prompts for this model.
         phases: the steps so far, by phase ("prefill", "decode", "mixed").
+        overlap: whether steps are launched ahead.
         dead: None, or why the engine cannot run any more.
     """
 
@@ -65,6 +84,7 @@ class Engine:
         self.dead: str | None = None
         self._num_requests = 0
         self._num_sequences = 0
+        self._settled_at = 0.0
         self.phases = {phase: PhaseStats() for phase in ("prefill", "decode", "mixed")}
         self._build(str(directory), log_events)
 
@@ -80,7 +100,10 @@ class Engine:
             max_len=self.max_model_len,
             load_format=config.load_format,
         )
-        num_blocks = count_blocks(config, model_config, self.dtype, self.device, self.max_model_len)
+        budget = config.max_num_batched_tokens or MAX_BATCHED_TOKENS[self.device.type]
+        on_cuda = self.device.type == "cuda"
+        measure = partial(self._measure_memory, model, budget) if on_cuda else None
+        num_blocks = count_blocks(config, model_config, self.dtype, self.max_model_len, measure)
         size = block_bytes(model_config, self.dtype, config.block_size)
         logger.info(
             "KV cache: %d blocks of %d tokens, %.0f MiB", num_blocks, config.block_size, num_blocks * size / 2**20
@@ -88,22 +111,38 @@ class Engine:
         hasher = BlockHasher(config.prefix_caching_hash_algo)
         self.events = self._make_events(directory, num_blocks) if config.trace or log_events else None
         self.manager = BlockManager(num_blocks, config.block_size, hasher, config.enable_prefix_caching, self.events)
-        budget = config.max_num_batched_tokens or MAX_BATCHED_TOKENS[self.device.type]
         self.scheduler = Scheduler(
-            self.manager,
-            config.max_num_seqs,
-            budget,
-            self.max_model_len,
-            model_config.eos_token_ids,
-            config.schedule_policy,
+            self.manager, config.max_num_seqs, budget, self.max_model_len, model_config.eos_token_ids
         )
-        self.runner = ModelRunner(
+        self.runner = self._make_runner(model, num_blocks)
+        if on_cuda and not config.enforce_eager and isinstance(kernels, FixedWorkKernels):
+            self.runner.capture_graphs(CudaBackend(), self.scheduler.table.block_table.shape[1])
+        # A line of a trace is a step: its events must not mix with those of the next.
+        wanted = on_cuda if config.async_scheduling is None else config.async_scheduling
+        self.overlap = wanted and self.events is None
+        self._in_flight: _Launched | None = None
+
+    def _make_runner(self, model: CausalLM, num_blocks: int) -> ModelRunner:
+        config, kernels = self.config, model.kernels
+        return ModelRunner(
             model,
             kernels,
             Sampler(kernels, self.inputs.num_valid_ids),
             AttentionPlanner(config.block_size, kernels.max_tile_rows, share=config.enable_forest_attention),
-            allocate(num_blocks, model_config, self.dtype, config.block_size, self.device),
+            allocate(num_blocks, self.model_config, self.dtype, config.block_size, self.device),
+            PinnedTransfer(self.device) if self.device.type == "cuda" else Transfer(),
+            config.max_num_seqs,
         )
+
+    def _measure_memory(self, model: CausalLM, budget: int) -> MemoryUse:
+        """What is there for the KV cache on CUDA: runs the largest step, with a cache of one block."""
+        config, kernels, graphs = self.config, model.kernels, 0
+        if not config.enforce_eager and isinstance(kernels, FixedWorkKernels):
+            graphs = graph_bytes(kernels, self.model_config, config.max_num_seqs, self.max_model_len)
+        params = SamplingParams(temperature=1.0, top_p=0.9)
+        batch = largest_batch(budget, config.max_num_seqs, config.block_size, params)
+        runner = self._make_runner(model, num_blocks=1)
+        return measure_memory(self.device, lambda: runner.launch(batch), graphs)
 
     def _make_events(self, directory: str, num_blocks: int) -> Events:
         header = {
@@ -117,7 +156,7 @@ class Engine:
     # -- requests ----------------------------------------------------------------------------------------
 
     def prepare(self, requests: Iterable[Request]) -> list[Sequence]:
-        """Gives new requests their ids and sequences; nothing runs yet."""
+        """Gives new requests their ids and sequences, in the order in which they are best run; nothing runs yet."""
         sequences: list[Sequence] = []
         for request in requests:
             request.request_id = str(self._num_requests)
@@ -136,7 +175,7 @@ class Engine:
             self._num_requests += 1
             self._num_sequences += len(request.sequences)
             sequences += request.sequences
-        return sequences
+        return prefix_order(sequences) if self.config.schedule_policy == "prefix" else sequences
 
     def submit(self, sequences: list[Sequence]) -> None:
         """Queues prepared sequences."""
@@ -150,19 +189,46 @@ class Engine:
         """Runs one step; returns the requests that it has finished. Nothing waits or runs: an empty list."""
         if self.dead is not None:
             raise RuntimeError(self.dead)
-        start = time.perf_counter()
         try:
-            batch = self.scheduler.schedule()
-            if batch is None:
+            step = self._in_flight or self._launch()
+            if step is None:
                 return []
-            result = self.runner.run(batch)
-            ended = self.scheduler.update(batch, result.token_ids)
+            self._in_flight = self._launch() if self.overlap else None
+            ended = self._settle(step)
+            if not self.scheduler.has_unfinished:
+                self._drain()
         except BaseException:
+            self._in_flight = None
             self.scheduler.step_failed()
             raise
-        self._step_done(batch, result, time.perf_counter() - start)
         # A request appears once, with its last sequence.
         return list({id(seq.request): seq.request for seq in ended if seq.request.finished}.values())
+
+    def _launch(self) -> _Launched | None:
+        """Starts the next step, if there is one that can be started now."""
+        start = time.perf_counter()
+        batch = self.scheduler.schedule()
+        if batch is None:
+            return None
+        in_flight = self.runner.launch(batch)
+        self.scheduler.advance(batch)
+        return _Launched(in_flight, start)
+
+    def _settle(self, step: _Launched) -> list[Sequence]:
+        """Waits for a step's result and enters it; returns the sequences that have ended."""
+        result, batch = step.in_flight.wait(), step.in_flight.batch
+        before = self.scheduler.stats.computed_tokens
+        ended = self.scheduler.settle(batch, result.token_ids)
+        now = time.perf_counter()
+        seconds, self._settled_at = now - max(step.start, self._settled_at), now
+        self._step_done(batch, result.tiles, self.scheduler.stats.computed_tokens - before, seconds)
+        return ended
+
+    def _drain(self) -> None:
+        """Settles the step in flight; only surplus rows are left in it when nothing is unfinished."""
+        if self._in_flight is not None:
+            step, self._in_flight = self._in_flight, None
+            self._settle(step)
 
     # -- what is told about it ---------------------------------------------------------------------------
 
@@ -170,17 +236,18 @@ class Engine:
         """This moment's numbers."""
         return collect(self.scheduler, self.phases, self.model_config, self.dtype)
 
-    def _step_done(self, batch: StepBatch, result: StepResult, seconds: float) -> None:
+    def _step_done(self, batch: StepBatch, tiles: np.ndarray, num_tokens: int, seconds: float) -> None:
+        """num_tokens: rows that were of use."""
         phase = self.phases[batch.phase]
-        phase.steps += 1
-        phase.tokens += batch.num_tokens
+        phase.steps += num_tokens > 0
+        phase.tokens += num_tokens
         phase.seconds += seconds
         if batch.phase != "decode":
             for seq in batch.sampled:
                 seq.request.first_token_time = seq.request.first_token_time or time.perf_counter()
         idle = not self.scheduler.has_unfinished
         if self.events is not None:
-            self.events.end_step(batch, result.tiles, seconds)
+            self.events.end_step(batch, tiles, seconds)
             if idle:
                 self.events.flush()
         if self.metrics_file is not None and (idle or self.metrics_file.is_due):
@@ -196,13 +263,17 @@ class Engine:
         """New weights under the checkpoint's names; cached K/V of the old ones is forgotten."""
         if self.scheduler.has_unfinished:
             raise RuntimeError("weights cannot change while requests are unfinished; wait for them or abort them")
+        self._drain()
         replace_weights(self.runner.model, tensors)
+        if self.runner.graphs is not None:
+            self.runner.graphs.capture()  # they hold the addresses of the old ones
         self.reset_prefix_cache()
 
     def close(self) -> None:
         """Drops model and KV memory; afterwards every use is a RuntimeError."""
         if self.dead is None:
             self.scheduler.abort([*self.scheduler.running, *self.scheduler.waiting])
+            self._in_flight = None
             self.dead = "this LLM is closed; make a new one"
             if self.events is not None:
                 self.events.close()
@@ -222,6 +293,8 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={name!r}, but this PyTorch sees no CUDA device; use device='cpu'")
+    if device.index is not None:
+        torch.cuda.set_device(device)  # streams, events and kernels are those of the current device
     return device
 
 

@@ -4,7 +4,10 @@
     kv_cache_memory given   as many as fit
     on the CPU              CPU_SHARE of the memory that is available once the weights are loaded (what the
                             system and the control group leave), but never more than max_num_seqs can use
-    on CUDA                 gpu_memory_utilization of the card, less everything that is in use
+    on CUDA                 what is left of gpu_memory_utilization:
+
+        total * utilization  = | others, driver | weights + the largest step's peak | graphs | KV blocks |
+                                  seen outside      measured by running such a step    stated
 
 Invariant: the blocks hold at least one sequence of max_model_len; otherwise nothing is allocated and the ValueError
 says both numbers. So a request that passes validation always fits, alone if need be.
@@ -13,6 +16,8 @@ says both numbers. So a request that passes validation always fits, alone if nee
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -30,10 +35,52 @@ def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
     return 2 * model.num_layers * model.num_kv_heads * model.head_dim * block_size * dtype.itemsize
 
 
+@dataclass(frozen=True)
+class MemoryUse:
+    """A CUDA device's bytes before the KV cache is there.
+
+    total: of the device. outside: what others hold, and the driver for us (all that PyTorch's allocator does not).
+    peak: the most that this process held while it ran its largest step, weights included. graphs: kept for graphs.
+    """
+
+    total: int
+    outside: int
+    peak: int
+    graphs: int
+
+    def left(self, utilization: float) -> int:
+        """Bytes for the KV cache; negative if there are too few for the rest."""
+        return int(self.total * utilization) - self.outside - self.peak - self.graphs
+
+    def __str__(self) -> str:
+        return (
+            f"a device of {_mib(self.total)}, less {_mib(self.outside)} of other processes and the driver, "
+            f"{_mib(self.peak)} for weights and activations, {_mib(self.graphs)} for graphs"
+        )
+
+
+def measure_memory(device: torch.device, run_largest_step: Callable[[], object], graphs: int) -> MemoryUse:
+    """Runs a CUDA engine's largest step and sees what it takes."""
+    torch.cuda.reset_peak_memory_stats(device)
+    run_largest_step()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return MemoryUse(total, total - free - torch.cuda.memory_reserved(device), peak, graphs)
+
+
 def count_blocks(
-    config: EngineConfig, model: ModelConfig, dtype: torch.dtype, device: torch.device, max_model_len: int
+    config: EngineConfig,
+    model: ModelConfig,
+    dtype: torch.dtype,
+    max_model_len: int,
+    measure: Callable[[], MemoryUse] | None,
 ) -> int:
     """Number of KV blocks for an engine whose weights are loaded.
+
+    Args:
+        measure: on CUDA, what to call if the config does not say how many.
 
     Raises:
         ValueError: they could not hold max_model_len tokens, or there is no memory for a single one.
@@ -44,20 +91,27 @@ def count_blocks(
         count, source = config.num_kv_blocks, f"num_kv_blocks={config.num_kv_blocks}"
     elif config.kv_cache_memory is not None:
         count, source = config.kv_cache_memory // size, f"kv_cache_memory={config.kv_cache_memory} bytes"
+    elif measure is not None:
+        use = measure()
+        count = max(use.left(config.gpu_memory_utilization), 0) // size
+        source = f"gpu_memory_utilization={config.gpu_memory_utilization} of {use},"
     else:
-        free = _free_bytes(device, config.gpu_memory_utilization)
-        useful = config.max_num_seqs * (needed + 1) if device.type == "cpu" else 2**62
-        count, source = min(max(free, 0) // size, useful), f"{free / 2**20:.0f} MiB of free memory"
+        free = int(CPU_SHARE * available_memory())
+        count = min(max(free, 0) // size, config.max_num_seqs * (needed + 1))
+        source = f"{_mib(free)} of free memory"
     if count < needed:
         most = count * config.block_size
         raise ValueError(
             f"max_model_len={max_model_len} needs {needed} KV blocks of {config.block_size} tokens "
             f"({needed * size / 2**20:.1f} MiB), but {source} gives {count} blocks = {most} tokens "
             f"({count * size / 2**20:.1f} MiB); lower max_model_len to at most {most} or give the "
-            "cache more (num_kv_blocks, kv_cache_memory"
-            + (", gpu_memory_utilization)" if device.type == "cuda" else ")")
+            "cache more (num_kv_blocks, kv_cache_memory" + (")" if measure is None else ", gpu_memory_utilization)")
         )
     return int(count)
+
+
+def _mib(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:.0f} MiB"
 
 
 def allocate(
@@ -69,13 +123,6 @@ def allocate(
         num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
         return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=device)
-
-
-def _free_bytes(device: torch.device, utilization: float) -> int:
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return int(total * utilization) - (total - free)
-    return int(CPU_SHARE * available_memory())
 
 
 def available_memory() -> int:

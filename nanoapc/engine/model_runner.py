@@ -1,6 +1,10 @@
 """ModelRunner: weights, KV memory, forward, sampling. Runs what the scheduler has decided, decides nothing.
 
-    StepBatch -> copy blocks -> plan -> forward -> logits of the sampled rows -> tokens (+ logprobs)
+    StepBatch -> copy blocks -> plan -> forward, or the replay of a graph -> logits of the sampled rows -> tokens
+
+`launch` queues a step on the device and returns at once; `InFlight.wait` gives its result. On the CPU all happens in
+`launch`. Steps run in the order of their launches, and the tokens of one feed the next on the device: where a batch
+has the token id -1 - i, sample i of the step before is taken.
 
 Invariant: a step reads and writes only the KV blocks that its batch names; everything that attention needs is an
 argument of the forward. Two runners never share state.
@@ -13,12 +17,15 @@ from typing import TypeAlias
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from nanoapc.engine.attention_plan import AttentionPlan, AttentionPlanner
+from nanoapc.engine.cuda_graphs import Backend, DecodeGraphs
 from nanoapc.engine.sequence import Sequence
 from nanoapc.engine.step_batch import StepBatch
+from nanoapc.engine.transfer import Event, Transfer
 from nanoapc.kernels import Kernels
-from nanoapc.layers.sampler import Sampler, SamplingRows, TokenLogprobs
+from nanoapc.layers.sampler import SampledTokens, Sampler, SamplingRows, TokenLogprobs
 from nanoapc.models.decoder import CausalLM
 
 LogprobEntry: TypeAlias = tuple[float, int, list[int], list[float]]
@@ -36,6 +43,51 @@ class StepResult:
     tiles: np.ndarray
 
 
+@dataclass(frozen=True)
+class InFlight:
+    """A step that the device runs, or has run.
+
+    tiles: of its attention. rows: of its sampling, None if nothing is sampled.
+    sampled, prompt_scores: its results, on the host once `arrived` (None: already).
+    """
+
+    batch: StepBatch
+    tiles: np.ndarray
+    rows: SamplingRows | None
+    sampled: SampledTokens | None
+    prompt_scores: list[tuple[Sequence, TokenLogprobs]]
+    arrived: Event | None
+
+    def wait(self) -> StepResult:
+        """The result. Log-probs are entered into the sequences, except those that have ended meanwhile.
+
+        Raises:
+            RuntimeError: the logits of a sequence that goes on leave no token to sample.
+        """
+        if self.arrived is not None:
+            self.arrived.synchronize()
+        for seq, scored in self.prompt_scores:
+            seq.prompt_logprobs.extend(split_logprobs(scored))
+        if self.sampled is None or self.rows is None:
+            return StepResult(np.zeros(0, np.int64), self.tiles)
+        token_ids = self.sampled.token_ids.numpy()
+        if (token_ids < 0).any():
+            sequences = self.batch.sampled
+            if any(sequences[i].finish_reason is None for i in np.flatnonzero(token_ids < 0).tolist()):
+                self.sampled.to_list()  # it knows what to say
+        if self.sampled.logprobs is not None:
+            pairs = zip(self.batch.sampled, self.rows.num_logprobs, strict=True)
+            asking = [seq for seq, count in pairs if count is not None]
+            for seq, entry in zip(asking, split_logprobs(self.sampled.logprobs), strict=True):
+                if seq.finish_reason is None:
+                    seq.logprobs.append(entry)
+        if self.rows.has_edits:
+            for seq, token_id in zip(self.batch.sampled, token_ids.tolist(), strict=True):
+                if seq.sampler_state is not None:
+                    seq.sampler_state.append(token_id)
+        return StepResult(token_ids, self.tiles)
+
+
 class ModelRunner:
     """Runs steps of one model on one device.
 
@@ -45,6 +97,11 @@ class ModelRunner:
         sampler: turns logits into tokens.
         planner: turns block tables into tiles.
         kv_memory: [NB, L, 2, Hkv, B, D].
+        transfer: moves what a step needs to the device, and what it gives back.
+        max_num_seqs: samples of a step, at most.
+
+    Attributes:
+        graphs: replays decode steps, if there is one.
     """
 
     def __init__(
@@ -53,7 +110,9 @@ class ModelRunner:
         kernels: Kernels,
         sampler: Sampler,
         planner: AttentionPlanner,
-        kv_memory: torch.Tensor,
+        kv_memory: Tensor,
+        transfer: Transfer,
+        max_num_seqs: int,
     ):
         self.model = model
         self.kernels = kernels
@@ -61,39 +120,54 @@ class ModelRunner:
         self.planner = planner
         self.kv_memory = kv_memory
         self.device = kv_memory.device
+        self.transfer = transfer
+        self.last_tokens = torch.zeros(max_num_seqs, dtype=torch.int64, device=self.device)
+        self.graphs: DecodeGraphs | None = None
         self._rows: tuple[int, SamplingRows] | None = None  # of the last named composition
 
+    def capture_graphs(self, backend: Backend, max_blocks: int) -> None:
+        """From now on decode steps are replayed; max_blocks: width of the widest block table."""
+        sizes = (len(self.last_tokens), max_blocks)
+        self.graphs = DecodeGraphs(
+            self.forward, self.kernels, backend, self.model.config, self.kv_memory, *sizes, self.planner.share
+        )
+        self.graphs.capture()
+
     @torch.inference_mode()
-    def run(self, batch: StepBatch) -> StepResult:
-        """Runs a step. Sampled tokens' logprobs are entered into their sequences."""
+    def launch(self, batch: StepBatch) -> InFlight:
+        """Starts a step, after all that have been launched before."""
         if batch.copies:
             self.kernels.copy_blocks(self.kv_memory, batch.copies)
-        plan = self._plan(batch)
-        hidden = self.model(
-            self._tensor(batch.token_ids),
-            self._tensor(batch.positions),
-            self.kv_memory,
-            self._tensor(batch.slots),
-            plan,
-        )
-        self._enter_prompt_logprobs(batch, hidden)
-        if not len(batch.samples):
-            return StepResult(np.zeros(0, np.int64), plan.host_tiles)
-        logits = self.model.compute_logits(hidden[self._tensor(batch.sample_rows)])
-        return StepResult(self._sample(batch, logits), plan.host_tiles)
-
-    def _tensor(self, array: np.ndarray) -> torch.Tensor:
-        return torch.from_numpy(array).to(self.device)
-
-    def _plan(self, batch: StepBatch) -> AttentionPlan:
         tiles, level_starts = self.planner.tiles(batch.block_tables, batch.starts, batch.counts, batch.key)
-        return AttentionPlan(
-            tiles=self._tensor(tiles),
-            positions=self._tensor(batch.positions),
-            block_tables=self._tensor(batch.block_tables),
-            host_tiles=tiles,
-            level_starts=level_starts,
-        )
+        graph = None if self.graphs is None else self.graphs.find(batch, tiles, level_starts)
+        # A draw depends on (seed, position of the new token) alone.
+        draws = [batch.sample_rows, batch.positions[batch.sample_rows] + 1]
+        if graph is not None:
+            sample_rows, draw_positions, *inputs = self.transfer.send([*draws, *graph.arrays])
+            hidden = graph.run(inputs)
+        else:
+            arrays = [batch.token_ids, batch.positions, batch.slots, batch.block_tables, tiles]
+            sample_rows, draw_positions, *inputs = self.transfer.send([*draws, *arrays])
+            token_ids, positions, slots, block_tables, sent_tiles = inputs
+            plan = AttentionPlan(sent_tiles, positions, block_tables, tiles, level_starts)
+            hidden = self.forward(token_ids, positions, slots, plan)
+        prompt_scores = self._score_prompts(batch, hidden)
+        rows, sampled = None, None
+        if len(batch.samples):
+            rows = self._sampling_rows(batch)
+            rows.positions = draw_positions
+            everyone = len(batch.samples) == batch.num_tokens
+            logits = self.model.compute_logits(hidden if everyone else hidden[sample_rows])
+            sampled = self.sampler.forward(logits, rows)
+            # Where there is no token (-1) `wait` raises, but the next step may run until then.
+            torch.clamp(sampled.token_ids, min=0, out=self.last_tokens[: len(batch.samples)])
+        (sampled, prompt_scores), arrived = self.transfer.fetch((sampled, prompt_scores))
+        return InFlight(batch, tiles, rows, sampled, prompt_scores, arrived)
+
+    def forward(self, token_ids: Tensor, positions: Tensor, slots: Tensor, plan: AttentionPlan) -> Tensor:
+        """A step's hidden states [T, h]; token_ids may take the tokens of the step before, see above."""
+        last = self.last_tokens[(-1 - token_ids).clamp(min=0)]
+        return self.model(torch.where(token_ids < 0, last, token_ids), positions, self.kv_memory, slots, plan)
 
     # -- sampling ----------------------------------------------------------------------------------------
 
@@ -110,42 +184,30 @@ class ModelRunner:
         self._rows = None if key is None else (key, rows)
         return rows
 
-    def _sample(self, batch: StepBatch, logits: torch.Tensor) -> np.ndarray:
-        rows = self._sampling_rows(batch)
-        # A draw depends on (seed, position of the new token) alone.
-        rows.positions = self._tensor(batch.positions[batch.sample_rows] + 1)
-        sampled = self.sampler.forward(logits, rows)
-        token_ids = sampled.to_list()
-        if sampled.logprobs is not None:
-            asking = [i for i, count in enumerate(rows.num_logprobs) if count is not None]
-            entries = split_logprobs(sampled.logprobs)
-            for i, entry in zip(asking, entries, strict=True):
-                batch.sequences[batch.samples[i]].logprobs.append(entry)
-        if rows.has_edits:
-            for seq, token_id in zip(batch.sampled, token_ids, strict=True):
-                if seq.sampler_state is not None:
-                    seq.sampler_state.append(token_id)
-        return np.asarray(token_ids, np.int64)
-
-    def _enter_prompt_logprobs(self, batch: StepBatch, hidden: torch.Tensor) -> None:
+    def _score_prompts(self, batch: StepBatch, hidden: Tensor) -> list[tuple[Sequence, TokenLogprobs]]:
         """For sequences that ask: the logprob of each prompt token under the row before it."""
+        scored: list[tuple[Sequence, TokenLogprobs]] = []
+        if batch.num_prompt_rows == 0:
+            return scored
         first = 0
         for seq, start, count in zip(batch.sequences, batch.starts.tolist(), batch.counts.tolist(), strict=True):
             if seq.params.prompt_logprobs is not None and start < seq.num_prompt_tokens - 1:
                 last = min(start + count, seq.num_prompt_tokens - 1)
-                self._score(seq, hidden[first : first + last - start], start)
+                scored += self._score(seq, hidden[first : first + last - start], start)
             first += count
+        return scored
 
-    def _score(self, seq: Sequence, hidden: torch.Tensor, start: int) -> None:
+    def _score(self, seq: Sequence, hidden: Tensor, start: int) -> list[tuple[Sequence, TokenLogprobs]]:
         """hidden [n, h] of the prompt positions start ... start + n - 1, which predict the tokens after them."""
         known = max(len(seq.prompt_logprobs) - start, 0)  # scored before a preemption
+        scored = []
         for at in range(known, len(hidden), PROMPT_LOGPROB_ROWS):
             rows = hidden[at : at + PROMPT_LOGPROB_ROWS]
             first = start + at + 1
-            targets = self._tensor(seq.prompt[first : first + len(rows)].astype(np.int64))
+            (targets,) = self.transfer.send([seq.prompt[first : first + len(rows)].astype(np.int64)])
             logits = self.model.compute_logits(rows)
-            scored = self.sampler.gather_logprobs(logits, targets, seq.params.prompt_logprobs or 0)
-            seq.prompt_logprobs.extend(split_logprobs(scored))
+            scored.append((seq, self.sampler.gather_logprobs(logits, targets, seq.params.prompt_logprobs or 0)))
+        return scored
 
 
 def split_logprobs(scored: TokenLogprobs) -> list[LogprobEntry]:

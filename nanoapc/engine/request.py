@@ -20,19 +20,15 @@ from nanoapc.sampling_params import SamplingParams
 
 @dataclass(eq=False)
 class Request:
-    """One prompt and its n sequences.
+    """One prompt and its n sequences."""
 
-    request_id: unique in the engine. index: the place of its prompt in the caller's list.
-    call: whom the finished output is for. arrival_time, first_token_time: see RequestMetrics.
-    """
-
-    request_id: str
-    index: int
+    request_id: str  # unique in the engine
+    index: int  # the place of its prompt in the caller's list
     prompt: Prompt
     params: SamplingParams
-    call: Any = None
+    call: Any = None  # whom the finished output is for
     sequences: list[Sequence] = field(default_factory=list)
-    arrival_time: float = 0.0
+    arrival_time: float = 0.0  # as in RequestMetrics
     first_token_time: float | None = None
 
     @property
@@ -53,25 +49,22 @@ def make_sequences(
     prompt, params = request.prompt, request.params
     room = max_model_len - len(prompt.token_ids)
     bad_words = params.bad_words_ids(tokenizer) if params.bad_words else ()
-    sequences = []
-    for i in range(params.n):
-        detokenizer = Detokenizer(tokenizer, prompt.token_ids, params) if params.stop else None
-        sequences.append(
-            Sequence(
-                seq_id=first_seq_id + i,
-                prompt=prompt.token_ids,
-                params=params,
-                max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
-                seed=sequence_seed(seed, i),
-                index=i,
-                extra=prompt.extra,
-                stop_token_ids=frozenset(params.stop_token_ids),
-                detokenizer=detokenizer,
-                sampler_state=make_state(params, prompt.token_ids.tolist(), eos_token_ids, bad_words),
-                request=request,
-            )
+    return [
+        Sequence(
+            seq_id=first_seq_id + i,
+            prompt=prompt.token_ids,
+            params=params,
+            max_tokens=room if params.max_tokens is None else min(params.max_tokens, room),
+            seed=sequence_seed(seed, i),
+            index=i,
+            extra=prompt.extra,
+            stop_token_ids=frozenset(params.stop_token_ids),
+            detokenizer=Detokenizer(tokenizer, prompt.token_ids, params) if params.stop else None,
+            sampler_state=make_state(params, prompt.token_ids.tolist(), eos_token_ids, bad_words),
+            request=request,
         )
-    return sequences
+        for i in range(params.n)
+    ]
 
 
 def make_output(request: Request, tokenizer: Any) -> RequestOutput:
@@ -114,13 +107,11 @@ def _completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
 
 def _text(seq: Sequence, tokenizer: Any) -> str:
     """The output's text; the token that stopped it is left out unless it is asked for."""
-    params = seq.params
-    if tokenizer is None or not params.detokenize:
+    if tokenizer is None or not seq.params.detokenize:
         return ""
     if isinstance(seq.stop_reason, str) and seq.detokenizer is not None:
         return seq.detokenizer.text
-    ended_by_token = seq.finish_reason == "stop"
-    return output_text(tokenizer, seq.prompt, seq.output_token_ids, params, ended_by_token)
+    return output_text(tokenizer, seq.prompt, seq.output_token_ids, seq.params, seq.finish_reason == "stop")
 
 
 def _logprobs(token_ids: list[int], entries: list[Any], count: int, tokenizer: Any) -> list[dict[int, Logprob]]:

@@ -1,7 +1,7 @@
 """Scheduler: which tokens run in this step. Pure host code: imports no torch.
 
-    add -> waiting (in prefix order) -> running -> finished
-                 ^-- preempted (newest first) --'
+    add -> waiting -> running -> finished
+             ^-- preempted (newest first) --'
 
 One token budget a step. Running sequences come first, oldest first; what is left of the budget admits waiting ones,
 whose prompts run in chunks that fill it, mixed with the decodes of the others. A sequence is admitted only when its
@@ -11,8 +11,18 @@ When a running sequence finds no block, the newest running one is preempted: its
 cached), it waits at the head of the queue with its output, and is computed again from what is still cached.
 The oldest is never the victim of a newer one, so every step brings the oldest nearer to its end.
 
-Invariant: a sequence is in exactly one of waiting and running; what a step has indexed is either computed by
-`update` or withdrawn by `step_failed`.
+A step may be scheduled while the one before it runs, so that the device never waits for the host:
+
+    schedule N -> advance N     -> schedule N+1 -> advance N+1 -> settle N           -> schedule N+2 -> ...
+                  counts move on   feeds on tokens                tokens become known,
+                                   whose value is unknown         sequences end
+
+A sequence that `settle` finds ended has a surplus row in the step that runs already: its result is dropped. The blocks
+go back at once, because whoever gets them writes in a later step, and steps run in order. A step that would have to
+preempt, or a sequence whose sampling needs its last token on the host, waits until everything is settled.
+
+Invariant: a sequence is in exactly one of waiting and running; what a step has indexed is either computed once it is
+settled, or withdrawn by `step_failed`.
 """
 
 from __future__ import annotations
@@ -24,7 +34,6 @@ import numpy as np
 
 from nanoapc.engine.block_manager import BlockManager, Match
 from nanoapc.engine.metrics import PrefixCacheStats
-from nanoapc.engine.prefix_order import prefix_order
 from nanoapc.engine.sequence import Sequence, SequenceTable
 from nanoapc.engine.step_batch import StepBatch, build_step_batch
 
@@ -39,7 +48,6 @@ class Scheduler:
         manager: the blocks.
         max_num_seqs, max_num_batched_tokens, max_model_len: see EngineConfig.
         eos_token_ids: the model's end-of-text ids.
-        policy: "prefix" or "fcfs".
     """
 
     def __init__(
@@ -49,12 +57,10 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
-        policy: str = "prefix",
     ):
         self.manager = manager
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.policy = policy
         self.table = SequenceTable(max_num_seqs, max_model_len, manager.block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of admission
@@ -63,8 +69,10 @@ class Scheduler:
         self._eos = np.asarray(sorted(eos_token_ids), np.int64)
         self._watermark_blocks = int(WATERMARK * len(manager.pool.blocks))
         self._composition = 0
-        self._rows: np.ndarray | None = None  # running table rows sorted by block table; None: to be sorted
+        # Table rows with something to compute, sorted by block table; None: to be sorted.
+        self._rows: np.ndarray | None = None
         self._sorted: list[Sequence] = []
+        self._unsettled: StepBatch | None = None  # the step that was started last, while its tokens are unknown
         self._blocked_at = -1  # free blocks when the head of the queue last found too few
 
     @property
@@ -73,8 +81,8 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, sequences: list[Sequence]) -> None:
-        """Appends new sequences to the queue, in the order of the policy."""
-        for seq in prefix_order(sequences) if self.policy == "prefix" else sequences:
+        """Appends new sequences to the queue."""
+        for seq in sequences:
             self.manager.enqueue(seq)
             self.waiting.append(seq)
         if self.events is not None:
@@ -82,10 +90,7 @@ class Scheduler:
         self._blocked_at = -1
 
     def abort(self, sequences: Iterable[Sequence]) -> None:
-        """Drops sequences, whether they run, wait or have not been added yet; between steps only.
-
-        Finished ones are left alone.
-        """
+        """Drops sequences, whether they run, wait or have not been added yet; finished ones are left alone."""
         dropped = {id(seq): seq for seq in sequences if seq.finish_reason is None}
         waiting, self.waiting = self.waiting, deque()
         for seq in waiting:
@@ -93,9 +98,8 @@ class Scheduler:
                 self.manager.dequeue(seq)
             else:
                 self.waiting.append(seq)
+        self._stop_running([seq for seq in dropped.values() if seq.row >= 0])
         for seq in dropped.values():
-            if seq.row >= 0:
-                self._stop_running(seq)
             seq.finish_reason = "abort"
         if self.events is not None:
             self.events.finished(dropped.values())
@@ -104,31 +108,58 @@ class Scheduler:
     # -- one step ----------------------------------------------------------------------------------------
 
     def schedule(self) -> StepBatch | None:
-        """The next step, or None when nothing is left to do."""
-        self.manager.begin_step()
-        copies: list[tuple[int, int, int]] = []
-        if not self._schedule_running():
-            copies = self._admit()
-        if not self.running:
-            assert not self.waiting, "an empty pool must hold any single sequence"
+        """The next step. None: nothing is left to do, or nothing before the last step is settled."""
+        table, size = self.table, self.manager.block_size
+        rows, sequences = self._running_rows(), self._sorted
+        todo = table.num_tokens[rows] - table.num_computed_tokens[rows]
+        if int(todo.sum()) > self.max_num_batched_tokens:
+            todo = self._share_budget(rows, todo)
+        ends = table.num_computed_tokens[rows] + todo
+        short = np.flatnonzero(ends > table.num_blocks[rows] * size)  # of one block: prompts have theirs
+        fits = len(short) <= self.manager.num_free_blocks
+        ahead = self._unsettled is not None
+        if ahead and not (fits and self._can_sample_ahead(rows)):
             return None
+        self.manager.begin_step(in_flight=ahead)
+        table.num_scheduled_tokens[rows] = todo
+        copies: list[tuple[int, int, int]] = []
+        if fits:
+            if len(short):
+                block_ids = self.manager.grow_each([sequences[i] for i in short.tolist()])
+                table.append_blocks(rows[short], block_ids)
+            self._index_filled(rows, sequences, ends)
+            copies = self._admit(self.max_num_batched_tokens - int(todo.sum()))
+        else:
+            self._grow_or_preempt()
+            self._index_filled(rows, sequences, ends)
+        assert ahead or self.running or not self.waiting, "an empty pool must hold any single sequence"
         rows, sequences, key = self._scheduled_rows()
-        batch = build_step_batch(self.table, rows, sequences, self.manager.block_size, copies, key)
-        self.stats.computed_tokens += batch.num_tokens
-        self.stats.computed_prompt_tokens += batch.num_prompt_rows
+        if not sequences:
+            return None
+        batch = build_step_batch(table, rows, sequences, size, copies, key)
         if batch.num_tokens > len(batch.counts):
             self._blocked_at = -1  # a prompt moves on: the head of the queue may find more in the cache
         return batch
 
     def _running_rows(self) -> np.ndarray:
-        """Running table rows, sorted so that sequences that share blocks are neighbours."""
+        """Table rows with something to compute, sorted so that sequences that share blocks are neighbours."""
         if self._rows is None:
             table = self.table
             tables = {seq.row: table.block_table[seq.row, : table.num_blocks[seq.row]] for seq in self.running}
             self._sorted = sorted(self.running, key=lambda seq: tables[seq.row].tobytes())
             self._rows = np.array([seq.row for seq in self._sorted], np.int64)
             self._composition += 1
+            self._prune_rows()
         return self._rows
+
+    def _prune_rows(self) -> None:
+        """Takes out rows that have nothing more to compute; the others stay in their order."""
+        if self._rows is not None:
+            kept = self.table.num_tokens[self._rows] < self.table.length_limit[self._rows]
+            if not kept.all():
+                self._rows = self._rows[kept]
+                self._sorted = [self._sorted[i] for i in np.flatnonzero(kept).tolist()]
+                self._composition += 1
 
     def _scheduled_rows(self) -> tuple[np.ndarray, list[Sequence], int | None]:
         rows = self._running_rows()
@@ -138,65 +169,49 @@ class Scheduler:
         kept = np.flatnonzero(scheduled)
         return rows[kept], [self._sorted[i] for i in kept.tolist()], None
 
-    def _schedule_running(self) -> bool:
-        """Gives running sequences their tokens and blocks; True if one had to be preempted."""
-        if not self.running:
-            return False
-        table, size = self.table, self.manager.block_size
-        rows = self._running_rows()
-        todo = table.num_tokens[rows] - table.num_computed_tokens[rows]
-        if int(todo.sum()) > self.max_num_batched_tokens:
-            todo = self._share_budget(rows)
-        table.num_scheduled_tokens[rows] = todo
-        ends = table.num_computed_tokens[rows] + todo
-        missing = -(-ends // size) - table.num_blocks[rows]
-        short = np.flatnonzero(missing > 0)
-        preempted = False
-        if len(short):
-            if int(missing[short].sum()) > self.manager.num_free_blocks:
-                preempted = self._grow_or_preempt()
-            else:
-                for i in short.tolist():
-                    self._grow(self._sorted[i], int(missing[i]))
-        self._index_filled(rows, ends)
-        return preempted
-
-    def _share_budget(self, rows: np.ndarray) -> np.ndarray:
+    def _share_budget(self, rows: np.ndarray, todo: np.ndarray) -> np.ndarray:
         """Tokens for each of the rows when the budget does not suffice: the oldest take theirs first."""
-        table, left = self.table, self.max_num_batched_tokens
-        for seq in self.running:
-            todo = int(table.num_tokens[seq.row] - table.num_computed_tokens[seq.row])
-            table.num_scheduled_tokens[seq.row] = min(todo, left)
-            left -= min(todo, left)
-        return table.num_scheduled_tokens[rows]
+        order = np.argsort(self.table.admission[rows])
+        wanted, granted = todo[order], np.zeros_like(todo)
+        granted[order] = np.clip(self.max_num_batched_tokens - (np.cumsum(wanted) - wanted), 0, wanted)
+        return granted
 
-    def _index_filled(self, rows: np.ndarray, ends: np.ndarray) -> None:
-        """Indexes the blocks that this step fills."""
-        size = self.manager.block_size
-        filled = ends // size > self.table.num_computed_tokens[rows] // size
-        for i in np.flatnonzero(filled).tolist():
-            seq = self._sorted[i]
-            if seq.row == rows[i]:  # not preempted meanwhile
-                self.manager.index_blocks(seq, self.table.tokens[seq.row], int(ends[i]))
+    def _can_sample_ahead(self, rows: np.ndarray) -> bool:
+        """Whether no sampling needs a token on the host that is not there yet."""
+        needing = rows[self.table.needs_last_token[rows]]
+        return not (self.table.tokens[needing, self.table.num_tokens[needing] - 1] < 0).any()
 
-    def _grow(self, seq: Sequence, num_blocks: int) -> None:
-        self.manager.grow(seq, num_blocks)
-        self.table.sync_blocks(seq)
-
-    def _grow_or_preempt(self) -> bool:
-        """Blocks for everyone, oldest first, at the cost of the newest; True if one was preempted."""
+    def _index_filled(self, rows: np.ndarray, sequences: list[Sequence], ends: np.ndarray) -> None:
+        """Indexes the blocks that this step fills with known tokens; `settle` does so for the others."""
         table, size = self.table, self.manager.block_size
-        preempted = False
+        num_filled = ends // size - table.num_computed_tokens[rows] // size
+        if num_filled.any():
+            filled = np.flatnonzero(num_filled)
+            running = table.admission[rows[filled]] != table.NEVER  # not preempted meanwhile
+            filled = filled[running & (table.tokens[rows[filled], ends[filled] - 1] >= 0)]
+            one = filled[num_filled[filled] == 1]
+            self._index_last([sequences[i] for i in one.tolist()], rows[one], ends[one])
+            for i in filled[num_filled[filled] > 1].tolist():
+                self.manager.index_blocks(sequences[i], table.tokens[rows[i]], int(ends[i]))
+
+    def _index_last(self, sequences: list[Sequence], rows: np.ndarray, ends: np.ndarray) -> None:
+        """Indexes the last full block before `ends` of each of the sequences."""
+        size = self.manager.block_size
+        first = ends // size * size - size
+        self.manager.index_next(sequences, self.table.tokens[rows[:, None], first[:, None] + np.arange(size)])
+
+    def _grow_or_preempt(self) -> None:
+        """Blocks for everyone, oldest first, at the cost of the newest."""
+        table, size = self.table, self.manager.block_size
         for seq in list(self.running):
             while seq.row >= 0:
                 end = int(table.num_computed_tokens[seq.row] + table.num_scheduled_tokens[seq.row])
-                missing = -(-end // size) - len(seq.blocks)
-                if missing <= self.manager.num_free_blocks:
-                    self._grow(seq, max(missing, 0))
+                if end <= len(seq.blocks) * size:
                     break
-                self._preempt(self.running[-1])
-                preempted = True
-        return preempted
+                if self.manager.num_free_blocks:
+                    table.append_blocks(np.array([seq.row]), self.manager.grow_each([seq]))
+                else:
+                    self._preempt(self.running[-1])
 
     def _preempt(self, seq: Sequence) -> None:
         seq.num_computed_before_preemption = int(self.table.num_computed_tokens[seq.row])
@@ -204,27 +219,26 @@ class Scheduler:
         self.stats.num_preemptions += 1
         if self.events is not None:
             self.events.preempted(seq)
-        self._stop_running(seq)
+        self._stop_running([seq])
         self.manager.enqueue(seq)
         self.waiting.appendleft(seq)
 
-    def _stop_running(self, seq: Sequence) -> None:
-        self.table.remove(seq)
-        self.running.remove(seq)
-        self.manager.free(seq)
-        self._rows = None
-        self._blocked_at = -1
+    def _stop_running(self, sequences: list[Sequence]) -> None:
+        for seq in sequences:
+            self.table.remove(seq)
+            self.manager.free(seq)
+        if sequences:
+            self.running = [seq for seq in self.running if seq.row >= 0]
+            self._prune_rows()
+            self._blocked_at = -1
 
     # -- admission ---------------------------------------------------------------------------------------
 
-    def _admit(self) -> list[tuple[int, int, int]]:
+    def _admit(self, budget: int) -> list[tuple[int, int, int]]:
         """Admits waiting sequences while budget, rows and blocks last; returns the copies to run first."""
         copies: list[tuple[int, int, int]] = []
         if not self.waiting or self.manager.num_free_blocks == self._blocked_at:
             return copies
-        budget = self.max_num_batched_tokens
-        if self.running:
-            budget -= int(self.table.num_scheduled_tokens[self._running_rows()].sum())
         while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
             seq = self.waiting[0]
             match = self._fitting_match(seq)
@@ -281,36 +295,67 @@ class Scheduler:
 
     # -- the end of a step -------------------------------------------------------------------------------
 
-    def update(self, batch: StepBatch, token_ids: np.ndarray) -> list[Sequence]:
-        """Enters a step's results (token_ids [num_samples], in the order of batch.sample_rows); returns
-        the sequences that have ended, their blocks freed."""
+    def advance(self, batch: StepBatch) -> None:
+        """The step has been started: its tokens are computed, and those it samples have a place but no value."""
         table = self.table
         table.num_computed_tokens[batch.table_rows] += batch.counts
         table.num_scheduled_tokens[batch.table_rows] = 0
         self.manager.end_step()
         rows = batch.table_rows[batch.samples]
         lengths = table.num_tokens[rows]
-        table.tokens[rows, lengths] = token_ids
-        self.stats.generated_tokens += len(token_ids)
-        lengths = lengths + 1
+        table.tokens[rows, lengths] = -1 - np.arange(len(rows))
+        lengths += 1
         table.num_tokens[rows] = lengths
+        if (lengths >= table.length_limit[rows]).any():
+            self._prune_rows()
+        self._unsettled = batch
+
+    def settle(self, batch: StepBatch, token_ids: np.ndarray) -> list[Sequence]:
+        """Enters a step's results (token_ids [num_samples], in the order of batch.sample_rows); returns the sequences
+        that have ended, their blocks freed. Steps are settled in their order."""
+        table, samples = self.table, batch.samples
+        live = table.admission[batch.table_rows[samples]] == batch.admissions[samples]
+        if not live.all():
+            samples, token_ids = samples[live], token_ids[live]
+        rows = batch.table_rows[samples]
+        lengths = batch.starts[samples] + batch.counts[samples] + 1
+        table.tokens[rows, lengths - 1] = token_ids
+        if self._unsettled is batch:
+            self._unsettled = None
+        self._count_step(batch, len(live) - len(samples))
         ended = lengths >= table.length_limit[rows]
         ended |= (lengths >= table.eos_after[rows]) & (token_ids[:, None] == self._eos).any(axis=1)
         ended |= table.needs_every_token[rows]
         finished = []
         for i in np.flatnonzero(ended).tolist():
-            seq = batch.sequences[batch.samples[i]]
-            if self._ends(seq, int(token_ids[i])):
-                self._stop_running(seq)
+            seq = batch.sequences[samples[i]]
+            if self._ends(seq, int(lengths[i]), int(token_ids[i])):
                 finished.append(seq)
+        self._stop_running(finished)
+        if self._unsettled is not None:
+            self._index_settled(batch, samples, rows, lengths)
         if self.events is not None:
             self.events.finished(finished)
         return finished
 
-    def _ends(self, seq: Sequence, token_id: int) -> bool:
-        """Whether the token just entered ends the sequence; sets its finish and stop reason."""
-        table, row = self.table, seq.row
-        num_output = int(table.num_tokens[row]) - seq.num_prompt_tokens
+    def _index_settled(self, batch: StepBatch, samples: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> None:
+        """Indexes the blocks that became full with tokens known just now.
+
+        The next step, which runs already, computes these tokens: who has sampled goes on, as older ones want no more.
+        """
+        full = np.flatnonzero(lengths % self.manager.block_size == 0)
+        full = full[self.table.admission[rows[full]] != self.table.NEVER]
+        if len(full):
+            self._index_last([batch.sequences[i] for i in samples[full].tolist()], rows[full], lengths[full])
+
+    def _count_step(self, batch: StepBatch, num_surplus: int) -> None:
+        self.stats.computed_tokens += batch.num_tokens - num_surplus
+        self.stats.computed_prompt_tokens += batch.num_prompt_rows
+        self.stats.generated_tokens += len(batch.samples) - num_surplus
+
+    def _ends(self, seq: Sequence, length: int, token_id: int) -> bool:
+        """Whether the token, the last of `length`, ends the sequence; sets its finish and stop reason."""
+        num_output = length - seq.num_prompt_tokens
         stop_string = seq.detokenizer.append(token_id) if seq.detokenizer is not None else None
         if num_output >= seq.params.min_tokens:
             if not seq.params.ignore_eos and token_id in self._eos:
@@ -324,6 +369,7 @@ class Scheduler:
         return seq.finish_reason is not None
 
     def step_failed(self) -> None:
-        """The scheduled step has not run: withdraws what it would have filled and aborts everything."""
+        """A step has not run: withdraws what it and the one behind it would have filled; aborts everything."""
+        self._unsettled = None
         self.manager.withdraw()
         self.abort([*self.running, *self.waiting])

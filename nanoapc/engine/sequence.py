@@ -89,6 +89,12 @@ class Sequence:
         """Whether something looks at each of its tokens in Python (a stop string, a stop token of its own)."""
         return self.detokenizer is not None or bool(self.stop_token_ids)
 
+    @property
+    def needs_last_token(self) -> bool:
+        """Whether the host must know its last token before the next can be sampled (penalties, bad words, ...)."""
+        params = self.params
+        return self.sampler_state is not None and bool(params.has_penalties or params.bad_words or params.min_tokens)
+
     def all_tokens(self) -> np.ndarray:
         """[num_tokens] int32 (of a sequence that does not run)."""
         return np.concatenate([self.prompt, np.asarray(self.output_token_ids, np.int32)])
@@ -99,10 +105,14 @@ class SequenceTable:
 
     tokens        [rows, max_model_len] int32      num_tokens, num_prompt_tokens, num_computed_tokens,
     block_table   [rows, max_blocks] int32         num_scheduled_tokens, num_blocks  [rows] int64
+    admission       [rows]: which admission the row belongs to, ascending; NEVER while it is unused
     first_writable  [rows]: positions before it lie in shared blocks and are not written again
     length_limit    [rows]: num_tokens at which it ends with "length"
     eos_after       [rows]: num_tokens from which an end-of-text id ends it (never, with ignore_eos)
-    needs_every_token  [rows] bool
+    needs_every_token, needs_last_token  [rows] bool, see Sequence
+
+    The last tokens of a row are negative while the steps that sample them run: -1 - i is the token of sample i of
+    the step that was started last. Their place is known, so that the next step can be planned; their value is not.
     """
 
     NEVER = 2**62
@@ -117,17 +127,20 @@ class SequenceTable:
         self.num_computed_tokens = np.zeros(num_rows, np.int64)
         self.num_scheduled_tokens = np.zeros(num_rows, np.int64)
         self.num_blocks = np.zeros(num_rows, np.int64)
+        self.admission = np.full(num_rows, self.NEVER)
         self.first_writable = np.zeros(num_rows, np.int64)
         self.length_limit = np.zeros(num_rows, np.int64)
         self.eos_after = np.zeros(num_rows, np.int64)
         self.needs_every_token = np.zeros(num_rows, bool)
-        self.sequences: list[Sequence | None] = [None] * num_rows
+        self.needs_last_token = np.zeros(num_rows, bool)
         self._unused = list(range(num_rows))[::-1]
+        self._num_admissions = 0
 
     def add(self, seq: Sequence, num_computed_tokens: int, first_writable: int) -> int:
         """Gives a sequence (with its blocks) a row; returns it."""
         row = seq.row = self._unused.pop()
-        self.sequences[row] = seq
+        self.admission[row] = self._num_admissions
+        self._num_admissions += 1
         num_tokens = seq.num_tokens
         self.tokens[row, : len(seq.prompt)] = seq.prompt
         if seq.output_token_ids:
@@ -136,29 +149,29 @@ class SequenceTable:
         self.num_prompt_tokens[row] = seq.num_prompt_tokens
         self.num_computed_tokens[row] = num_computed_tokens
         self.num_scheduled_tokens[row] = 0
-        self.num_blocks[row] = 0
         self.first_writable[row] = first_writable
         self.length_limit[row] = seq.num_prompt_tokens + seq.max_tokens
         self.eos_after[row] = self.NEVER if seq.params.ignore_eos else seq.num_prompt_tokens + seq.params.min_tokens
         self.needs_every_token[row] = seq.needs_every_token
-        self.sync_blocks(seq)
+        self.needs_last_token[row] = seq.needs_last_token
+        self.num_blocks[row] = len(seq.blocks)
+        self.block_table[row, : len(seq.blocks)] = [block.block_id for block in seq.blocks]
         return row
 
-    def sync_blocks(self, seq: Sequence) -> None:
-        """Enters the blocks that the sequence has got since the last call."""
-        row, known, total = seq.row, int(self.num_blocks[seq.row]), len(seq.blocks)
-        if total == known + 1:  # as in decode, where it has to be quick
-            self.block_table[row, known] = seq.blocks[known].block_id
-        else:
-            self.block_table[row, known:total] = [block.block_id for block in seq.blocks[known:]]
-        self.num_blocks[row] = total
+    def append_blocks(self, rows: np.ndarray, block_ids: list[int]) -> None:
+        """Enters one more block for each of the rows."""
+        self.block_table[rows, self.num_blocks[rows]] = block_ids
+        self.num_blocks[rows] += 1
 
     def remove(self, seq: Sequence) -> None:
-        """Takes the row back; the sequence gets its output tokens."""
+        """Takes the row back; the sequence gets its output tokens, as far as their values are known."""
         row = seq.row
         start, end = self.num_prompt_tokens[row], self.num_tokens[row]
+        while end > start and self.tokens[row, end - 1] < 0:
+            end -= 1
         seq.output_token_ids = self.tokens[row, start:end].tolist()
-        self.sequences[row] = None
+        self.admission[row] = self.NEVER
+        self.length_limit[row] = 0  # nothing more to compute
         self.num_scheduled_tokens[row] = 0
         self._unused.append(row)
         seq.row = -1

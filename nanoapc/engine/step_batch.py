@@ -9,7 +9,8 @@ neighbours (see attention_plan.py). Prefill, a chunk of it and decode differ onl
     sample_rows    0             - (chunk not the last) 6
 
 Invariant: token_ids, positions and slots have one entry a row; a slot is the place of the row's own K/V, or -1
-where that stands already in a shared block.
+where that stands already in a shared block. A token id may be negative: -1 - i is the token that sample i of the step
+before gives, which still runs (see `SequenceTable`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from nanoapc.engine.sequence import Sequence, SequenceTable
+from nanoapc.sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class StepBatch:
     """One step.
 
     table_rows     [num_sequences] rows of the SequenceTable
+    admissions     [num_sequences] which admissions they belonged to when the step was made
     starts, counts [num_sequences] position of each sequence's first row; its number of rows
     token_ids, positions, slots   [T] int64
     block_tables   [num_sequences, max_blocks] int32
@@ -37,6 +40,7 @@ class StepBatch:
     """
 
     table_rows: np.ndarray
+    admissions: np.ndarray
     starts: np.ndarray
     counts: np.ndarray
     token_ids: np.ndarray
@@ -100,6 +104,7 @@ def build_step_batch(
         num_prompt_rows = int(np.maximum(np.minimum(ends, prompts) - starts, 0).sum())
     return StepBatch(
         table_rows=table_rows,
+        admissions=table.admission[table_rows],
         starts=starts,
         counts=counts,
         token_ids=table.tokens[row_of, positions].astype(np.int64),
@@ -112,5 +117,32 @@ def build_step_batch(
         num_decodes=num_decodes,
         copies=copies,
         key=key,
+        sequences=sequences,
+    )
+
+
+def largest_batch(num_tokens: int, max_num_seqs: int, block_size: int, params: SamplingParams) -> StepBatch:
+    """A step as large as any: num_tokens rows, max_num_seqs of them sampled; it reads block 0 and writes nothing."""
+    num_seqs = min(max_num_seqs, num_tokens)
+    counts = np.full(num_seqs, num_tokens // num_seqs)
+    counts[: num_tokens % num_seqs] += 1
+    last_rows = np.cumsum(counts) - 1
+    every = np.arange(num_seqs)
+    sequences = [Sequence(i, np.zeros(count, np.int32), params, 1) for i, count in enumerate(counts.tolist())]
+    return StepBatch(
+        table_rows=every,
+        admissions=every,
+        starts=np.zeros_like(counts),
+        counts=counts,
+        token_ids=np.zeros(num_tokens, np.int64),
+        positions=np.arange(num_tokens) - np.repeat(last_rows + 1 - counts, counts),
+        slots=np.full(num_tokens, -1),
+        block_tables=np.zeros((num_seqs, -(-int(counts.max()) // block_size)), np.int32),
+        samples=every,
+        sample_rows=last_rows,
+        num_prompt_rows=num_tokens,
+        num_decodes=0,
+        copies=[],
+        key=None,
         sequences=sequences,
     )
