@@ -90,21 +90,23 @@ template <typename T> struct Gated {
   }
 };
 
-// Threads take stripes of a few panels; a stripe stays in cache while it meets all tokens of a chunk.
+// Tokens are packed a batch at a time. Then threads take pieces of the product: a chunk of 512 tokens times a stripe of a
+// few panels, which stays in the second-level cache while the chunk passes by.
 template <typename Engine, typename Outputs>
 void linear_rows(const Tensor& x, const Tensor& weight, const Outputs& outputs) {
   using T = typename Engine::Element;
-  constexpr int64_t STEP = Engine::TILES_AT_ONCE;
+  using Packed = typename Engine::Packed;
+  constexpr int64_t STEP = Engine::TILES_AT_ONCE, CHUNK = 32;  // tiles of 16 tokens
   const int64_t num_tokens = x.size(0), k = x.size(1), width = weight.size(1), packed = Engine::packed_size(k);
   const int64_t panels = (outputs.num_outputs + Outputs::WIDTH - 1) / Outputs::WIDTH;
-  const int64_t stripe = std::clamp<int64_t>(panels / (4 * at::get_num_threads()), 1, 8);
-  // The packed tokens of a chunk are to stay in the second-level cache.
-  const int64_t fit = (1 << 20) / (packed * int64_t(sizeof(typename Engine::Packed))) / STEP * STEP;
-  const int64_t chunk = std::max<int64_t>(fit, 4) * LANES;
+  const int64_t fit = std::clamp<int64_t>((768 << 10) / (2 * LANES * width * int64_t(sizeof(T))), 1, 8);
+  const int64_t stripe = std::clamp<int64_t>(panels / (4 * at::get_num_threads()), 1, fit);
+  const int64_t stripes = (panels + stripe - 1) / stripe;
+  const int64_t batch = std::max<int64_t>((16 << 20) / (packed * int64_t(sizeof(Packed))) / CHUNK, 1) * CHUNK * LANES;
   const T *xp = x.const_data_ptr<T>(), *wp = weight.const_data_ptr<T>();
-  for (int64_t begin = 0; begin < num_tokens; begin += chunk) {
-    const int64_t count = std::min(chunk, num_tokens - begin), tiles = (count + LANES - 1) / LANES;
-    auto* columns = scratch<typename Engine::Packed>(COLUMNS, tiles * packed);
+  for (int64_t begin = 0; begin < num_tokens; begin += batch) {
+    const int64_t count = std::min(batch, num_tokens - begin), tiles = (count + LANES - 1) / LANES;
+    auto* columns = scratch<Packed>(COLUMNS, tiles * packed);
     for_each(tiles, 1 + (1 << 15) / packed, [&](auto&& take) {
       take([&](int64_t t, int64_t) {
         const T* rows[LANES] = {};
@@ -113,12 +115,13 @@ void linear_rows(const Tensor& x, const Tensor& weight, const Outputs& outputs) 
         Engine::pack(rows, k, columns + t * packed);
       });
     });
-    for_each((panels + stripe - 1) / stripe, 1, [&](auto&& take) {
+    for_each((tiles + CHUNK - 1) / CHUNK * stripes, 1, [&](auto&& take) {
       typename Engine::Session session;
       float* c = scratch<float>(RESULT, STEP * 2 * BLOCK);
-      take([&](int64_t s, int64_t) {
-        for (int64_t first = 0; first < tiles; first += STEP)
-          for (int64_t p = s * stripe; p < std::min(panels, (s + 1) * stripe); ++p) {
+      take([&](int64_t piece, int64_t) {
+        const int64_t first_panel = piece % stripes * stripe, first_tile = piece / stripes * CHUNK;
+        for (int64_t first = first_tile; first < std::min(tiles, first_tile + CHUNK); first += STEP)
+          for (int64_t p = first_panel; p < std::min(panels, first_panel + stripe); ++p) {
             const T* groups[2];
             outputs.groups(wp, width, p, groups);
             const int64_t num = std::min(STEP, tiles - first);
