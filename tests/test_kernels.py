@@ -269,6 +269,7 @@ def test_linear_equals_the_reference(kernels: Kernels, shape: tuple[int, int], d
         for b in (None, bias):
             out, expected = kernels.pack_linear(weight, b)(x), REFERENCE.pack_linear(weight, b)(x)
             torch.testing.assert_close(out, expected, **close(dtype))
+            assert torch.equal(kernels.pack_linear(weight, b, shared=True)(x), out)  # read where it lies
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

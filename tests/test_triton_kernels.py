@@ -49,9 +49,15 @@ class OnTheGpu:
     def __init__(self, kernels: TritonKernels):
         self._kernels = kernels
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        linear = self._kernels.pack_linear(weight.cuda(), None if bias is None else bias.cuda())
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, shared: bool = False, gated: bool = False
+    ) -> Callable[[Tensor], Tensor]:
+        pack = self._kernels.pack_gated_linear if gated else self._kernels.pack_linear
+        linear = pack(weight.cuda(), None if bias is None else bias.cuda())
         return lambda x: linear(x.cuda()).cpu()
+
+    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+        return self.pack_linear(weight, bias, gated=True)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:

@@ -39,8 +39,11 @@ class Kernels(Protocol):
     name: str
     max_tile_rows: int
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out] that owns (its form of) the weight."""
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> PackedLinear:
+        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out] that owns (its form of) the weight.
+
+        shared: somebody else needs the weight as it is (a tied embedding), so a form of its own would be a second copy.
+        """
         ...
 
     def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:

@@ -61,8 +61,6 @@ class CpuKernels:
         load_library()
         self._ops = torch.ops.nanoapc_cpu
         self.matrix_unit = matrix_unit and bool(self._ops.has_amx())
-        self._linear = self._ops.linear.default
-        self._gated_linear = self._ops.gated_linear.default
         self._attention = self._ops.attention.default
         self.rms_norm: Callable[[Tensor, Tensor, float], Tensor] = self._ops.rms_norm.default
         self.add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = (
@@ -74,32 +72,35 @@ class CpuKernels:
         self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
         self.logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = logprobs
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out].
-
-        The weight is used where it lies; only sizes that are no multiple of 32 make a padded copy.
-        """
-        num_outputs, num_inputs = weight.shape
-        amx = self.matrix_unit and weight.dtype is torch.bfloat16
-        padding = (0, -num_inputs % 32 if amx else 0, 0, -num_outputs % 32)
-        packed = F.pad(weight, padding) if any(padding) else weight.contiguous()
-        linear = self._linear
-        return lambda x: linear(x, packed, bias, num_outputs, amx)
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Callable[[Tensor], Tensor]:
+        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out]."""
+        return self._pack(weight, bias, gated=False, shared=shared)
 
     def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """weight [2 * I, in], gate's rows before up's, bias [2 * I] -> a function from x [T, in] to [T, I].
+        """weight [2 * I, in], gate's rows before up's, bias [2 * I] -> a function from x [T, in] to [T, I]."""
+        return self._pack(weight, bias, gated=True, shared=False)
 
-        As in `pack_linear`; sizes I that are no multiple of 16 make a padded copy.
+    def _pack(self, weight: Tensor, bias: Tensor | None, gated: bool, shared: bool) -> Callable[[Tensor], Tensor]:
+        """For the matrix unit a weight is packed, unless it is shared; otherwise it is used where it lies.
+
+        Sizes that are no multiple of 32 make a padded copy.
         """
-        num_outputs, num_inputs = weight.shape[0] // 2, weight.shape[1]
+        num_outputs, num_inputs = weight.shape[0] // (1 + gated), weight.shape[1]
+        if gated and (rows := -num_outputs % 16):  # so that gate and up begin with a group of 16 rows
+            weight = F.pad(weight.view(2, num_outputs, num_inputs), (0, 0, 0, rows)).flatten(0, 1)
+            bias = None if bias is None else F.pad(bias.view(2, num_outputs), (0, rows)).flatten()
+            linear = self._pack(weight, bias, gated, shared)
+            return lambda x: linear(x)[:, :num_outputs]
         amx = self.matrix_unit and weight.dtype is torch.bfloat16
-        padding = (0, -num_inputs % 32 if amx else 0, 0, -num_outputs % 16)
-        packed = weight.contiguous()
-        if any(padding):
-            packed = F.pad(weight.view(2, num_outputs, num_inputs), padding).flatten(0, 1)
-            bias = None if bias is None else F.pad(bias.view(2, num_outputs), padding[2:]).flatten()
-        linear = self._gated_linear
-        return lambda x: linear(x, packed, bias, amx)[:, :num_outputs]
+        columns, rows = -num_inputs % 32 if amx else 0, -weight.shape[0] % 32
+        weight = F.pad(weight, (0, columns, 0, rows)) if columns or rows else weight.contiguous()
+        if not amx or shared:
+            linear_op = self._ops.linear.default
+            return lambda x: linear_op(x, weight, bias, num_outputs, gated, amx)
+        packed, packed_op = self._ops.pack_linear_weight(weight, gated), self._ops.packed_linear.default
+        if columns:
+            return lambda x: packed_op(F.pad(x, (0, columns)), packed, bias, num_outputs, gated)
+        return lambda x: packed_op(x, packed, bias, num_outputs, gated)
 
     def attention(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         """q [T, H, D], kv_cache [NB, 2, Hkv, B, D] -> [T, H, D]."""

@@ -1,12 +1,17 @@
 // Linear layers, y = x W^T + b.
 //
-// Weights are read where they lie, in panels of 32 rows: two groups of 16. What becomes of a panel's products
+// A weight is read in panels of 32 rows, two groups of 16. What becomes of the products of a token with a panel,
+// (low, high) = its 16 + 16 outputs, is up to `Outputs`: they are stored (Plain), or low gates high (Gated).
 //
-//     c [2 groups of 16 outputs][16 tokens]
+// With AMX a weight is packed once into the tiles that the matrix unit takes as its right side, in the order in which
+// they are read, so that memory gives them in one stream; the tokens are its left side as they are:
 //
-// is up to `Outputs`: they are stored (Plain), or the first group gates the second (Gated).
+//     packed weight  [panel][k / 32][2 groups]: [16 pairs of k][16 outputs][2]
 //
-// Invariant: an output is one chain of additions in ascending order (see cpu_matrix.h), whatever else is computed.
+// Without AMX, or for a weight that somebody else needs as it is (a tied embedding), it is read where it lies.
+//
+// Invariant: an output is one chain of additions in ascending order (see cpu_matrix.h), whatever else is computed and
+// whichever way the weight is read.
 
 #pragma once
 
@@ -18,51 +23,24 @@ namespace nanoapc {
 
 using at::Tensor;
 
-#ifdef NANOAPC_AMX
-
-// lane j of the result: (low[j], high[j]) as a pair of bfloat16
-inline __m512i pair_lanes(f32x16 low, f32x16 high) {
-  alignas(64) static constexpr uint16_t order[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-                                                     8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i pairs = (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
-  return _mm512_permutexvar_epi16(_mm512_load_si512(order), pairs);
-}
-
-// in: 32 vectors of 16 columns -> out[16 columns][32] bfloat16, out_stride elements from column to column
-inline void transpose_to_bf16(const float* in, c10::BFloat16* out, int64_t out_stride, int num_columns = LANES) {
-  __m512i r[16];
-  for (int i = 0; i < 16; ++i) r[i] = pair_lanes(load(in + 2 * i * LANES), load(in + (2 * i + 1) * LANES));
-  transpose(r);
-  for (int i = 0; i < num_columns; ++i) _mm512_storeu_si512(out + i * out_stride, r[i]);
-}
-
-#endif
-
 template <typename T> struct Plain {
   static constexpr int64_t WIDTH = 2 * LANES;  // outputs of a panel
   const T* bias;                               // [outputs] or nullptr
   T* out;                                      // [token][outputs]
   int64_t num_outputs;
 
-  void groups(const T* weight, int64_t width, int64_t panel, const T** groups) const {
-    groups[0] = weight + panel * WIDTH * width, groups[1] = groups[0] + LANES * width;
-  }
+  // First row of a panel's second group of 16, counted from the first of its first.
+  int64_t second_group() const { return LANES; }
 
-  void store(float* c, int64_t panel, int64_t token, int64_t num_tokens) const {
-    const int64_t first = panel * WIDTH, n = std::min(WIDTH, num_outputs - first);
+  void store_row(f32x16 low, f32x16 high, int64_t panel, int64_t token) const {
+    const int64_t first = panel * WIDTH, n = num_outputs - first;
     T* to = out + token * num_outputs + first;
-    for (int64_t i = 0; bias && i < n; ++i) add(c + i * LANES, bias[first + i]);
-#ifdef NANOAPC_AMX
-    if constexpr (std::is_same_v<T, c10::BFloat16>)
-      if (n == WIDTH) return transpose_to_bf16(c, to, num_outputs, num_tokens);
-#endif
-    alignas(64) float rows[LANES][LANES];
-    for (int64_t i = 0; i < n; i += LANES) {
-      transpose(c + i * LANES, rows[0], LANES, num_tokens);
-      for (int64_t t = 0; t < num_tokens; ++t) store_some(to + t * num_outputs + i, load(rows[t]), n - i);
-    }
+    if (bias) low += load_some(bias + first, n);
+    store_some(to, low, n);
+    if (n <= LANES) return;
+    if (bias) high += load_some(bias + first + LANES, n - LANES);
+    store_some(to + LANES, high, n - LANES);
   }
-  static void add(float* c, float bias) { nanoapc::store(c, load(c) + bias); }
 };
 
 // The weight's first half gates its second: out = silu(gate) * up, each rounded to T on the way.
@@ -72,37 +50,42 @@ template <typename T> struct Gated {
   T* out;         // [token][outputs]
   int64_t num_outputs;
 
-  void groups(const T* weight, int64_t width, int64_t panel, const T** groups) const {
-    groups[0] = weight + panel * WIDTH * width, groups[1] = groups[0] + num_outputs * width;
-  }
+  int64_t second_group() const { return num_outputs; }
 
-  void store(float* c, int64_t panel, int64_t token, int64_t num_tokens) const {
+  void store_row(f32x16 gate, f32x16 up, int64_t panel, int64_t token) const {
     const int64_t first = panel * WIDTH;
-    alignas(64) float rows[LANES][LANES];
-    for (int i = 0; i < LANES; ++i) {
-      f32x16 gate = load(c + i * LANES), up = load(c + BLOCK + i * LANES);
-      if (bias) gate += float(bias[first + i]), up += float(bias[num_outputs + first + i]);
-      gate = round_to<T>(gate), up = round_to<T>(up);
-      nanoapc::store(c + i * LANES, round_to<T>(gate / (exp2(gate * -LOG2_E) + 1.0f)) * up);
-    }
-    transpose(c, rows[0], LANES, num_tokens);
-    for (int64_t t = 0; t < num_tokens; ++t) nanoapc::store(out + (token + t) * num_outputs + first, load(rows[t]));
+    if (bias) gate += load(bias + first), up += load(bias + num_outputs + first);
+    gate = round_to<T>(gate), up = round_to<T>(up);
+    store(out + token * num_outputs + first, round_to<T>(gate / (exp2(gate * -LOG2_E) + 1.0f)) * up);
   }
 };
 
-// Tokens are packed a batch at a time. Then threads take pieces of the product: a chunk of 512 tokens times a stripe of a
-// few panels, which stays in the second-level cache while the chunk passes by.
-template <typename Engine, typename Outputs>
-void linear_rows(const Tensor& x, const Tensor& weight, const Outputs& outputs) {
-  using T = typename Engine::Element;
-  using Packed = typename Engine::Packed;
-  constexpr int64_t STEP = Engine::TILES_AT_ONCE, CHUNK = 32;  // tiles of 16 tokens
-  const int64_t num_tokens = x.size(0), k = x.size(1), width = weight.size(1), packed = Engine::packed_size(k);
-  const int64_t panels = (outputs.num_outputs + Outputs::WIDTH - 1) / Outputs::WIDTH;
-  const int64_t fit = std::clamp<int64_t>((768 << 10) / (2 * LANES * width * int64_t(sizeof(T))), 1, 8);
+// Cuts a product into pieces for the threads: a chunk of 512 tokens times a stripe of a few panels, which stays in the
+// second-level cache while the chunk passes by. work(tile, end tile, panel, end panel), tiles of 16 tokens.
+template <typename Engine, typename Work>
+void for_pieces(int64_t tiles, int64_t panels, int64_t panel_bytes, const Work& work) {
+  constexpr int64_t CHUNK = 32;
+  const int64_t fit = std::clamp<int64_t>((768 << 10) / panel_bytes, 1, 8);
   const int64_t stripe = std::clamp<int64_t>(panels / (4 * at::get_num_threads()), 1, fit);
   const int64_t stripes = (panels + stripe - 1) / stripe;
-  const int64_t batch = std::max<int64_t>((16 << 20) / (packed * int64_t(sizeof(Packed))) / CHUNK, 1) * CHUNK * LANES;
+  for_each((tiles + CHUNK - 1) / CHUNK * stripes, 1, [&](auto&& take) {
+    typename Engine::Session session;
+    take([&](int64_t piece, int64_t) {
+      const int64_t tile = piece / stripes * CHUNK, panel = piece % stripes * stripe;
+      work(tile, std::min(tiles, tile + CHUNK), panel, std::min(panels, panel + stripe));
+    });
+  });
+}
+
+// The weight is read where it lies; tokens are packed, a batch at a time.
+template <typename Engine, typename Outputs>
+void linear_in_place(const Tensor& x, const Tensor& weight, const Outputs& outputs) {
+  using T = typename Engine::Element;
+  using Packed = typename Engine::Packed;
+  constexpr int64_t STEP = Engine::TILES_AT_ONCE;
+  const int64_t num_tokens = x.size(0), k = x.size(1), width = weight.size(1), packed = Engine::packed_size(k);
+  const int64_t panels = (outputs.num_outputs + Outputs::WIDTH - 1) / Outputs::WIDTH;
+  const int64_t batch = std::max<int64_t>((16 << 20) / (packed * int64_t(sizeof(Packed))) / 32, 1) * 32 * LANES;
   const T *xp = x.const_data_ptr<T>(), *wp = weight.const_data_ptr<T>();
   for (int64_t begin = 0; begin < num_tokens; begin += batch) {
     const int64_t count = std::min(batch, num_tokens - begin), tiles = (count + LANES - 1) / LANES;
@@ -115,25 +98,72 @@ void linear_rows(const Tensor& x, const Tensor& weight, const Outputs& outputs) 
         Engine::pack(rows, k, columns + t * packed);
       });
     });
-    for_each((tiles + CHUNK - 1) / CHUNK * stripes, 1, [&](auto&& take) {
-      typename Engine::Session session;
-      float* c = scratch<float>(RESULT, STEP * 2 * BLOCK);
-      take([&](int64_t piece, int64_t) {
-        const int64_t first_panel = piece % stripes * stripe, first_tile = piece / stripes * CHUNK;
-        for (int64_t first = first_tile; first < std::min(tiles, first_tile + CHUNK); first += STEP)
-          for (int64_t p = first_panel; p < std::min(panels, first_panel + stripe); ++p) {
-            const T* groups[2];
-            outputs.groups(wp, width, p, groups);
-            const int64_t num = std::min(STEP, tiles - first);
-            Engine::multiply(groups, 2, width, k, columns + first * packed, num, c, 2 * BLOCK);
-            for (int64_t t = 0; t < num; ++t) {
-              const int64_t token = (first + t) * LANES;
-              outputs.store(c + t * 2 * BLOCK, p, begin + token, std::min<int64_t>(LANES, count - token));
-            }
+    auto work = [&](int64_t tile, int64_t end_tile, int64_t panel, int64_t end_panel) {
+      float* c = scratch<float>(RESULT, STEP * 2 * BLOCK);  // [tile][2 groups][16 outputs][16 tokens]
+      alignas(64) float rows[2][BLOCK];                     // [16 tokens][16 outputs]
+      for (int64_t first = tile; first < end_tile; first += STEP)
+        for (int64_t p = panel; p < end_panel; ++p) {
+          const T* groups[2] = {wp + p * Outputs::WIDTH * width};
+          groups[1] = groups[0] + outputs.second_group() * width;
+          const int64_t num = std::min(STEP, end_tile - first);
+          Engine::multiply(groups, 2, width, k, columns + first * packed, num, c, 2 * BLOCK);
+          for (int64_t t = 0; t < num; ++t) {
+            const int64_t token = (first + t) * LANES, n = std::min<int64_t>(LANES, count - token);
+            for (int h = 0; h < 2; ++h) transpose(c + (2 * t + h) * BLOCK, rows[h], LANES, n);
+            for (int64_t i = 0; i < n; ++i)
+              outputs.store_row(load(rows[0] + i * LANES), load(rows[1] + i * LANES), p, begin + token + i);
           }
-      });
-    });
+        }
+    };
+    for_pieces<Engine>(tiles, panels, 2 * LANES * width * sizeof(T), work);
   }
 }
+
+#ifdef NANOAPC_AMX
+
+// weight [rows, k], both multiples of 32 -> packed (see above); gated: a panel is 16 rows of each half
+inline void pack_weight(const c10::BFloat16* weight, int64_t num_rows, int64_t k, bool gated, c10::BFloat16* out) {
+  const int64_t second = gated ? num_rows / 2 : LANES, width = gated ? LANES : 2 * LANES;
+  at::parallel_for(0, num_rows / 32, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p)
+      for (int64_t i = 0; i < k; i += 32)
+        for (int64_t h = 0; h < 2; ++h) {
+          const c10::BFloat16* rows[LANES];
+          for (int64_t r = 0; r < LANES; ++r) rows[r] = weight + (p * width + h * second + r) * k + i;
+          AmxEngine::pack(rows, 32, out + p * 32 * k + i * 32 + h * 32 * LANES);
+        }
+  });
+}
+
+// x [T, k], k a multiple of 32
+template <typename Outputs>
+void linear_packed(const Tensor& x, const Tensor& packed, const Outputs& outputs) {
+  using T = c10::BFloat16;
+  const int64_t num_tokens = x.size(0), k = x.size(1), tiles = (num_tokens + LANES - 1) / LANES;
+  const int64_t stride = num_tokens > 1 ? x.stride(0) : k;
+  const T *xp = x.const_data_ptr<T>(), *wp = packed.const_data_ptr<T>();
+  T* tail = scratch<T>(COLUMNS, LANES * stride);  // the last tile, if it is not full: what it lacks is read, but not used
+  for (int64_t i = num_tokens / LANES * LANES; i < num_tokens; ++i)
+    std::memcpy((void*)(tail + i % LANES * stride), xp + i * stride, k * sizeof(T));
+  auto work = [&](int64_t tile, int64_t end_tile, int64_t panel, int64_t end_panel) {
+    float* c = scratch<float>(RESULT, 4 * BLOCK);  // [2 tiles][2 groups][16 tokens][16 outputs]
+    for (int64_t t = tile; t < end_tile; t += 2)
+      for (int64_t p = panel; p < end_panel; ++p) {
+        const bool two = t + 1 < end_tile;
+        const T* a[2];
+        for (int64_t i = 0; i < 1 + two; ++i) a[i] = (t + i + 1) * LANES > num_tokens ? tail : xp + (t + i) * LANES * stride;
+        auto* multiply = two ? multiply_tiles<2, 2, true> : multiply_tiles<1, 2, true>;
+        multiply(a, stride, 32, wp + p * 32 * k, 32 * LANES, 2 * 32 * LANES, k / 32, c, 2 * BLOCK, BLOCK, false);
+        for (int64_t i = 0; i < std::min<int64_t>(num_tokens - t * LANES, (1 + two) * LANES); ++i) {
+          const float* row = c + i / LANES * 2 * BLOCK + i % LANES * LANES;
+          outputs.store_row(load(row), load(row + BLOCK), p, t * LANES + i);
+        }
+      }
+  };
+  const int64_t panels = (outputs.num_outputs + Outputs::WIDTH - 1) / Outputs::WIDTH;
+  for_pieces<AmxEngine>(tiles, panels, 2 * LANES * k * sizeof(T), work);
+}
+
+#endif
 
 }  // namespace nanoapc

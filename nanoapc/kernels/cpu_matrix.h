@@ -113,7 +113,8 @@ inline bool amx_available() {  // Linux gives a process the tile registers only 
 #ifdef NANOAPC_AMX
 
 // Blocks of C: A tiles [16 rows][32 k] times B tiles [16 pairs of k][16 columns][2], `steps` of 32 k.
-template <int NA, int NB>
+// STREAM: two B tiles a step lie one behind the other and come from memory, which is told four steps ahead.
+template <int NA, int NB, bool STREAM = false>
 inline void multiply_tiles(const c10::BFloat16* const* a, int64_t a_row, int64_t a_step, const c10::BFloat16* b,
                            int64_t b_tile, int64_t b_step, int64_t steps, float* c, int64_t c_a, int64_t c_b, bool add) {
   const c10::BFloat16 *a0 = a[0], *a1 = a[NA - 1], *b1 = b + (NB - 1) * b_tile;
@@ -130,6 +131,7 @@ inline void multiply_tiles(const c10::BFloat16* const* a, int64_t a_row, int64_t
     if constexpr (NA > 1 && NB > 1) _tile_zero(3);
   }
   for (int64_t s = 0; s < steps; ++s) {
+    for (int64_t i = 0; STREAM && i < b_step; i += 32) __builtin_prefetch(b + (s + 4) * b_step + i);
     _tile_loadd(6, b + s * b_step, 64);
     _tile_loadd(4, a0 + s * a_step, a_row * 2);
     _tile_dpbf16ps(0, 4, 6);
@@ -157,13 +159,13 @@ struct AmxEngine {
 
   struct Session {  // all eight tile registers as 16 rows of 64 bytes
     Session() {
-      struct alignas(64) Config {
-        uint8_t palette = 1, start_row = 0, reserved[14] = {};
-        uint16_t row_bytes[16] = {};
-        uint8_t rows[16] = {};
-      } config;
-      for (int i = 0; i < 8; ++i) config.row_bytes[i] = 64, config.rows[i] = 16;
-      _tile_loadconfig(&config);
+      // Static, because compilers do not see that the instruction reads more than a word of it.
+      alignas(64) static constexpr uint8_t config[64] = {
+          1,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,   // palette
+          64, 0,  64, 0,  64, 0,  64, 0,  64, 0,  64, 0,  64, 0,  64, 0,   // bytes a row
+          0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,  0,
+          16, 16, 16, 16, 16, 16, 16, 16, 0,  0,  0,  0,  0,  0,  0,  0};  // rows
+      _tile_loadconfig(config);
     }
     ~Session() { _tile_release(); }
   };

@@ -49,7 +49,7 @@ class TritonKernels:
         self._prepared: tuple[AttentionPlan, AttentionWork] | None = None
         self._cutter = TileCutter(1, 1, 1)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Callable[[Tensor], Tensor]:
         """weight [out, in], bias [out] -> a function from x [T, in] to [T, out]."""
         if self.deterministic:
             return fixed_linear(weight, bias)

@@ -44,7 +44,7 @@ class ReferenceKernels:
     largest = staticmethod(largest)
     logprobs = staticmethod(logprobs)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Callable[[Tensor], Tensor]:
         """weight [out, in], bias [out] -> a function from x [T, in] to [T, out]."""
         return lambda x: F.linear(x, weight, bias)
 

@@ -35,10 +35,16 @@ class Linear(Layer):
         self.bias = declare_parameter(sum(output_sizes)) if bias else None
         self._packed: PackedLinear | None = None
 
-    def pack(self, kernels: Kernels) -> None:
-        """Hands the loaded weight and bias to the kernels; the parameters keep shapes without memory."""
-        pack = kernels.pack_gated_linear if self.gated else kernels.pack_linear
-        self._packed = pack(self.weight.data, None if self.bias is None else self.bias.data)
+    def pack(self, kernels: Kernels, shared: bool = False) -> None:
+        """Hands the loaded weight and bias to the kernels; the parameters keep shapes without memory.
+
+        shared: another module has the same weight.
+        """
+        weight, bias = self.weight.data, None if self.bias is None else self.bias.data
+        if self.gated:
+            self._packed = kernels.pack_gated_linear(weight, bias)
+        else:
+            self._packed = kernels.pack_linear(weight, bias, shared)
         self.weight = declare_parameter(*self.weight.shape)
         if self.bias is not None:
             self.bias = declare_parameter(*self.bias.shape)

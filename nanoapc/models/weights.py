@@ -178,4 +178,4 @@ def _fill(
             module.pack(model.kernels)
     if model.config.tie_word_embeddings:
         model.tie_head()
-        model.lm_head.pack(model.kernels)
+        model.lm_head.pack(model.kernels, shared=True)
