@@ -37,8 +37,8 @@ class Prompt:
 
 def as_prompt_list(prompts: PromptType | Iterable[PromptType]) -> list[PromptType]:
     """One prompt or many -> a list; a list of whole numbers is one prompt of token ids."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
+    if isinstance(prompts, str | bytes | Mapping):
+        return [prompts]  # type: ignore[list-item]  # bytes are refused where all prompts are checked
     many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
     if many and isinstance(many[0], int | np.integer):
         return [many]  # type: ignore[list-item]

@@ -150,15 +150,16 @@ class LLM:
 
     def stream(
         self,
-        prompts: Iterable[PromptType],
+        prompts: str | Mapping[str, Any] | Iterable[PromptType],
         sampling_params: SamplingParams | Iterable[SamplingParams] | None = None,
     ) -> Iterator[RequestOutput]:
         """Yields each RequestOutput as it finishes (`output.index` is the place of its prompt).
 
-        Takes any iterable and reads it as it goes: at most a few times max_num_seqs requests exist at once, however
-        many prompts there are. Each such window runs in prefix order. A bad prompt is a ValueError once
-        everything before it has been yielded.
+        Takes any iterable (or one text or dict) and reads it as it goes: at most a few times max_num_seqs requests
+        exist at once, however many prompts there are. Each such window runs in prefix order. A bad prompt is a
+        ValueError once everything before it has been yielded.
         """
+        prompts = as_prompt_list(prompts) if isinstance(prompts, str | bytes | Mapping) else prompts
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             pairs: Iterable[Any] = zip(prompts, repeat(sampling_params or SamplingParams()))
         else:
@@ -278,16 +279,16 @@ class LLM:
             self._check_open()
             raise RuntimeError("a step that these requests shared with others has failed") from error
         try:
-            finished = self.engine.step()
+            for request in self.engine.step():
+                request.call.finished.append(make_output(request, self.engine.tokenizer))
+                request.call.pending.pop(request.request_id, None)
         except BaseException as error:
+            self.engine.abort_all()  # there is nothing left, unless it was no step of the engine that has failed
             for call in (*self._calls, self._steps):
                 if call.pending and call is not caller:
                     call.error = error
                 call.pending.clear()
             raise
-        for request in finished:
-            request.call.pending.pop(request.request_id, None)
-            request.call.finished.append(make_output(request, self.engine.tokenizer))
 
     def _verify(self, params: Sequence[SamplingParams], first_index: int = 0) -> None:
         self._check_open()

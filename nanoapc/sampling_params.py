@@ -154,9 +154,14 @@ def _flag(name: str, value: Any) -> bool:
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     items = _items(name, (value,) if isinstance(value, str) else value, "a string or a sequence of strings")
-    if not all(isinstance(item, str) and item for item in items):
-        raise _error(name, value, "strings that are not empty")
+    if not all(isinstance(item, str) and item and _is_unicode(item) for item in items):
+        raise _error(name, value, "strings that are not empty, without halves of surrogate pairs")
     return items
+
+
+def _is_unicode(text: str) -> bool:
+    """False with half of a surrogate pair, which JSON can hold, and no tokenizer takes or makes."""
+    return not any("\ud800" <= char <= "\udfff" for char in text)
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:

@@ -286,6 +286,7 @@ def test_unusable_ids_get_error_lines_and_long_ones_work(tmp_path: Path, llm: LL
         ({"body": {"prompt": "x", "response_format": {"type": "json_object"}}}, "response_format"),
         ({"body": {"prompt": "x", "tempratur": 0.1}}, "tempratur"),
         ({"body": {"prompt": "x", "stop_token_ids": [10**7]}}, "stop_token_ids"),
+        ({"body": {"prompt": "x", "bad_words": ["\ud800"]}}, "bad_words"),
         ({"url": "/v1/chat/completions", "body": {}}, "messages"),
         ({"url": "/v1/chat/completions", "body": {"messages": "hello"}}, "messages"),
         (

@@ -24,7 +24,11 @@ from tiny_models import FAMILIES, make_tiny_model, random_ids, tiny_tokenizer
 from transformers import PreTrainedModel
 
 from nanoapc import LLM, RequestOutput, SamplingParams
+from nanoapc.engine.block_manager import BlockManager
+from nanoapc.engine.block_pool import BlockPool, FreeBlockQueue
 from nanoapc.engine.request import Request
+from nanoapc.engine.scheduler import Scheduler
+from nanoapc.engine.sequence import SequenceTable
 
 MESSAGES = [{"role": "user", "content": "What jumps over the lazy dog?"}]
 
@@ -113,6 +117,10 @@ class TestPrompts:
     def test_what_is_no_prompt_is_named(self, prompt: Any, message: str, make_llm: MakeLLM) -> None:
         with pytest.raises(ValueError, match=message):
             run(make_llm(), ["a", prompt, "b"])
+
+    def test_bytes_are_no_token_ids(self, make_llm: MakeLLM) -> None:
+        with pytest.raises(ValueError, match="prompt 0 is b'bytes'; it must be"):
+            run(make_llm(), b"bytes")  # type: ignore[arg-type]
 
     def test_the_callers_objects_are_left_alone(self, make_llm: MakeLLM) -> None:
         llm, ids = make_llm(), random_ids(9)
@@ -473,6 +481,15 @@ class TestStream:
         expected = [run(cache_off, [p], s)[0].outputs[0].token_ids for p, s in zip(prompts, params, strict=True)]
         assert token_ids(sorted(outputs, key=lambda output: output.index)) == expected
 
+    @pytest.mark.parametrize("prompt", ["a text", {"prompt": "a text"}])
+    def test_one_prompt_is_not_taken_apart(self, prompt: Any, make_llm: MakeLLM) -> None:
+        llm = make_llm()
+        (output,) = llm.stream(prompt, greedy(4))
+        assert output.prompt == "a text"
+        assert token_ids([output]) == token_ids(run(llm, ["a text"], max_tokens=4))
+        with pytest.raises(ValueError, match="prompt 0 is b'a text'"):
+            list(llm.stream(b"a text"))
+
     def test_only_a_bounded_number_of_requests_exists(self, make_llm: MakeLLM) -> None:
         llm = make_llm(max_num_seqs=4, skip_tokenizer_init=True)
         read, most = 0, 0
@@ -602,6 +619,68 @@ class TestInterruption:
             run(llm, prompts)
         assert_idle(llm)
         assert token_ids(run(llm, prompts)) == token_ids(run(cache_off, prompts))
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    @pytest.mark.parametrize(
+        ("owner", "name"),
+        [
+            (Scheduler, "_ends"),
+            (SequenceTable, "add"),
+            (SequenceTable, "remove"),
+            (BlockManager, "admit"),
+            (BlockManager, "free"),
+            (BlockPool, "release"),
+            (BlockPool, "unindex"),
+            (BlockPool, "put"),
+            (FreeBlockQueue, "_insert"),
+            (FreeBlockQueue, "pop_left"),
+        ],
+    )
+    def test_an_interrupt_anywhere_on_the_hosts_side_leaves_nothing(
+        self,
+        owner: type,
+        name: str,
+        overlap: bool,
+        make_llm: MakeLLM,
+        cache_off: LLM,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        llm = make_llm(max_num_seqs=2, num_kv_blocks=40, async_scheduling=overlap)
+        prompts = [random_ids(5, seed) for seed in range(30)]
+        method, calls = getattr(owner, name), 0
+
+        def interrupt(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            result = method(*arguments)
+            if calls == 8:
+                raise KeyboardInterrupt
+            return result
+
+        monkeypatch.setattr(owner, name, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run(llm, prompts, max_tokens=12)
+        assert_idle(llm)
+        assert token_ids(run(llm, prompts, max_tokens=12)) == token_ids(run(cache_off, prompts, max_tokens=12))
+
+    def test_an_interrupt_while_outputs_are_made_is_not_silent_for_others(
+        self, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm = make_llm()
+        for seed in range(3):
+            llm.add_request(random_ids(5, seed), greedy(4))
+
+        def interrupt(*arguments: Any) -> RequestOutput:
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr("nanoapc.llm.make_output", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                run(llm, [random_ids(9)], max_tokens=30)
+        with pytest.raises(RuntimeError, match="shared with others has failed"):
+            llm.step()
+        assert not llm.has_unfinished_requests()
+        assert_idle(llm)
 
 
 class TestChat:

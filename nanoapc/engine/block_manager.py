@@ -267,6 +267,13 @@ class BlockManager:
         seq.blocks = []
         seq.num_indexed_blocks = 0
 
+    def start_over(self) -> None:
+        """Nothing is cached, held or wanted any more, whatever was."""
+        self._pending.clear()
+        self._pinned.clear()
+        self.pool.wanted.clear()
+        self.pool.start_over()
+
     def reset(self) -> bool:
         """Forgets all cached content; False (and nothing changes) while sequences hold blocks."""
         return self.pool.clear()

@@ -303,17 +303,21 @@ class BlockPool:
         """Forgets all content; False (and nothing changes) while a block is in use."""
         if self.num_free_blocks < len(self.blocks):
             return False
-        for block in self.blocks:
-            if block.prefix is not None:
-                self.unindex(block)
+        self.start_over()
+        return True
+
+    def start_over(self) -> None:
+        """Nothing is cached or in use any more, whatever was, even if a change was interrupted in the middle."""
+        self.root.cached, self.root.num_children = None, 0
+        self.index.clear()
+        self.evicted.clear()
         # In their first order again, so that memory that has been used before is used first.
         self.free, self.spared = FreeBlockQueue(), FreeBlockQueue()
         for block in self.blocks:
+            block.prefix, block.filled_step, block.ref_count = None, NEVER, 0
             self.free.append(block)
-        self.evicted.clear()
         if self.events is not None:
             self.events.cleared()
-        return True
 
     # -- what waiting sequences want ---------------------------------------------------------------------
 

@@ -7,7 +7,8 @@ With `overlap`, a call of `step` launches the next step before it waits for the 
 work; without, it waits for what it has launched. Results are the same (see scheduler.py).
 
 Invariant: if anything in a step fails, what it and the step behind it would have cached is withdrawn, all requests are
-aborted and their blocks free, and the engine can go on with new ones.
+aborted and their blocks free, and the engine can go on with new ones. (An interruption on the host's side - Ctrl-C,
+mostly - leaves nothing there that could be trusted: the whole cache is forgotten.)
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Engine:
         overlap: whether steps are launched ahead.
         dead: None, or why the engine cannot run any more.
     """
+
+    _at_device = False  # whether a step is being launched or waited for, so that nobody changes the host's side
 
     def __init__(self, config: EngineConfig):
         self.config = config
@@ -185,6 +188,10 @@ class Engine:
         """Drops what is unfinished of the requests."""
         self.scheduler.abort([seq for request in requests for seq in request.sequences])
 
+    def abort_all(self) -> None:
+        """Drops everything that waits or runs."""
+        self.scheduler.abort([*self.scheduler.running, *self.scheduler.waiting])
+
     def step(self) -> list[Request]:
         """Runs one step; returns the requests that it has finished. Nothing waits or runs: an empty list."""
         if self.dead is not None:
@@ -199,7 +206,8 @@ class Engine:
                 self._drain()
         except BaseException:
             self._in_flight = None
-            self.scheduler.step_failed()
+            self.scheduler.step_failed(is_whole=self._at_device)
+            self._at_device = False
             raise
         # A request appears once, with its last sequence.
         return list({id(seq.request): seq.request for seq in ended if seq.request.finished}.values())
@@ -210,13 +218,17 @@ class Engine:
         batch = self.scheduler.schedule()
         if batch is None:
             return None
+        self._at_device = True
         in_flight = self.runner.launch(batch)
+        self._at_device = False
         self.scheduler.advance(batch)
         return _Launched(in_flight, start)
 
     def _settle(self, step: _Launched) -> list[Sequence]:
         """Waits for a step's result and enters it; returns the sequences that have ended."""
+        self._at_device = True
         result, batch = step.in_flight.wait(), step.in_flight.batch
+        self._at_device = False
         before = self.scheduler.stats.computed_tokens
         ended = self.scheduler.settle(batch, result.token_ids)
         now = time.perf_counter()
@@ -272,7 +284,7 @@ class Engine:
     def close(self) -> None:
         """Drops model and KV memory; afterwards every use is a RuntimeError."""
         if self.dead is None:
-            self.scheduler.abort([*self.scheduler.running, *self.scheduler.waiting])
+            self.abort_all()
             self._in_flight = None
             self.dead = "this LLM is closed; make a new one"
             if self.events is not None:

@@ -368,8 +368,19 @@ class Scheduler:
             seq.finish_reason = "length"
         return seq.finish_reason is not None
 
-    def step_failed(self) -> None:
-        """A step has not run: withdraws what it and the one behind it would have filled; aborts everything."""
+    def step_failed(self, is_whole: bool = True) -> None:
+        """A step has not run: withdraws what it and the one behind it would have filled; aborts everything.
+
+        is_whole: False if a change of what is kept here and in the pool was interrupted: all of it is forgotten then.
+        """
         self._unsettled = None
-        self.manager.withdraw()
-        self.abort([*self.running, *self.waiting])
+        if is_whole:
+            self.manager.withdraw()
+            self.abort([*self.running, *self.waiting])
+            return
+        for seq in (*self.running, *self.waiting):
+            seq.row, seq.blocks, seq.finish_reason = -1, [], seq.finish_reason or "abort"
+        self.running, self.waiting = [], deque()
+        self.table.clear()
+        self._rows, self._blocked_at = None, -1
+        self.manager.start_over()

@@ -133,8 +133,14 @@ class SequenceTable:
         self.eos_after = np.zeros(num_rows, np.int64)
         self.needs_every_token = np.zeros(num_rows, bool)
         self.needs_last_token = np.zeros(num_rows, bool)
-        self._unused = list(range(num_rows))[::-1]
         self._num_admissions = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """No row belongs to anybody."""
+        self.admission[:] = self.NEVER
+        self.length_limit[:] = 0
+        self._unused = list(range(len(self.admission)))[::-1]
 
     def add(self, seq: Sequence, num_computed_tokens: int, first_writable: int) -> int:
         """Gives a sequence (with its blocks) a row; returns it."""
