@@ -29,6 +29,11 @@ class TestCannotFit:
         assert f"num_kv_blocks={num_blocks} gives {num_blocks} blocks = {4 * num_blocks} tokens" in str(error.value)
         assert f"lower max_model_len to at most {4 * num_blocks}" in str(error.value)
 
+    @pytest.mark.parametrize("num_blocks", [10**14, 2**62])
+    def test_more_blocks_than_there_is_memory_are_refused_at_once(self, num_blocks: int, make_llm: MakeLLM) -> None:
+        with pytest.raises(ValueError, match=f"{num_blocks} KV blocks of 4 tokens are .* lower num_kv_blocks"):
+            make_llm(num_kv_blocks=num_blocks)
+
     @pytest.mark.parametrize(("num_blocks", "max_len"), [(8, 32), (2, 5), (3, 12)])
     def test_what_the_message_advises_works_to_the_last_slot(
         self, num_blocks: int, max_len: int, make_llm: MakeLLM, cache_off: LLM

@@ -111,13 +111,13 @@ class Engine:
         logger.info(
             "KV cache: %d blocks of %d tokens, %.0f MiB", num_blocks, config.block_size, num_blocks * size / 2**20
         )
+        self.runner = self._make_runner(model, num_blocks)  # before the blocks: it fails at once if there is no memory
         hasher = BlockHasher(config.prefix_caching_hash_algo)
         self.events = self._make_events(directory, num_blocks) if config.trace or log_events else None
         self.manager = BlockManager(num_blocks, config.block_size, hasher, config.enable_prefix_caching, self.events)
         self.scheduler = Scheduler(
             self.manager, config.max_num_seqs, budget, self.max_model_len, model_config.eos_token_ids
         )
-        self.runner = self._make_runner(model, num_blocks)
         if on_cuda and not config.enforce_eager and isinstance(kernels, FixedWorkKernels):
             self.runner.capture_graphs(CudaBackend(), self.scheduler.table.block_table.shape[1])
         # A line of a trace is a step: its events must not mix with those of the next.

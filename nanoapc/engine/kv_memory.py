@@ -117,11 +117,22 @@ def _mib(num_bytes: int) -> str:
 def allocate(
     num_blocks: int, model: ModelConfig, dtype: torch.dtype, block_size: int, device: torch.device
 ) -> torch.Tensor:
-    """KV memory [num_blocks, L, 2, Hkv, B, D], zero; on the CPU untouched pages cost nothing."""
+    """KV memory [num_blocks, L, 2, Hkv, B, D], zero; on the CPU untouched pages cost nothing.
+
+    Raises:
+        ValueError: on the CPU, there is no such amount of memory.
+    """
     shape = (num_blocks, model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim)
     if device.type == "cpu":
-        num_bytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-        return torch.from_numpy(np.zeros(num_bytes, np.uint8)).view(dtype).view(shape)
+        num_bytes = num_blocks * block_bytes(model, dtype, block_size)
+        try:
+            memory = np.zeros(num_bytes, np.uint8)
+        except (MemoryError, ValueError):  # ValueError: more than numpy can count
+            raise ValueError(
+                f"{num_blocks} KV blocks of {block_size} tokens are {_mib(num_bytes)}, which cannot be allocated; "
+                "lower num_kv_blocks or kv_cache_memory"
+            ) from None
+        return torch.from_numpy(memory).view(dtype).view(shape)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
