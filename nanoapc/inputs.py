@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -63,6 +63,16 @@ def pair_params(
         if not isinstance(item, SamplingParams):
             raise ValueError(f"sampling_params[{first_index + index}] is {item!r}; it must be a SamplingParams")
     return pairs
+
+
+def pair_as_they_come(prompts: Iterable[Any], params: Iterable[SamplingParams]) -> Iterator[tuple[Any, SamplingParams]]:
+    """(prompt, its SamplingParams), read one by one; ValueError where one of the two ends before the other."""
+    end: Any = object()
+    for index, (prompt, item) in enumerate(zip_longest(prompts, params, fillvalue=end)):
+        if prompt is end or item is end:
+            more, fewer = ("sampling_params", "prompts") if prompt is end else ("prompts", "sampling_params")
+            raise ValueError(f"there are only {index} {fewer}, but more {more}; give one for all or one for each")
+        yield prompt, item
 
 
 def groups(items: Iterable[Any], size: int) -> Iterator[list[Any]]:

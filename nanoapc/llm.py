@@ -26,7 +26,7 @@ from nanoapc.engine.metrics import Metrics
 from nanoapc.engine.request import Request, make_output
 from nanoapc.engine.sequence import Sequence as EngineSequence
 from nanoapc.fair_lock import FairLock
-from nanoapc.inputs import PromptType, as_conversations, as_prompt_list, groups, pair_params
+from nanoapc.inputs import PromptType, as_conversations, as_prompt_list, groups, pair_as_they_come, pair_params
 from nanoapc.outputs import RequestOutput
 from nanoapc.sampling_params import SamplingParams
 
@@ -163,7 +163,7 @@ class LLM:
         if sampling_params is None or isinstance(sampling_params, SamplingParams):
             pairs: Iterable[Any] = zip(prompts, repeat(sampling_params or SamplingParams()))
         else:
-            pairs = zip(prompts, sampling_params, strict=True)
+            pairs = pair_as_they_come(prompts, sampling_params)
         call = _Call()
         call.source = self._windows(pairs, call)
         return self._serve(call)

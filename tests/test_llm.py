@@ -545,8 +545,10 @@ class TestStream:
         llm, prompts = make_llm(), [random_ids(5, seed) for seed in range(3)]
         outputs = sorted(llm.stream(prompts, (greedy(i + 1) for i in range(3))), key=lambda output: output.index)
         assert [len(ids) for ids in token_ids(outputs)] == [1, 2, 3]
-        with pytest.raises(ValueError, match="shorter"):
+        with pytest.raises(ValueError, match="only 2 sampling_params, but more prompts"):
             list(llm.stream(prompts, [greedy()] * 2))
+        with pytest.raises(ValueError, match="only 3 prompts, but more sampling_params"):
+            list(llm.stream(prompts, [greedy()] * 4))
         with pytest.raises(ValueError, match=r"sampling_params\[1\] is None"):
             list(llm.stream(prompts, [greedy(), None, greedy()]))  # type: ignore[list-item]
         assert list(llm.stream([])) == []
