@@ -55,7 +55,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t num_outputs,
                      bool gated) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.scalar_type() == at::kBFloat16 && amx_available() &&
-                  x.size(1) == packed.size(1), "packed_linear: x ", x.sizes(), " does not fit ", packed.sizes());
+                  x.size(1) == packed.size(1) && (x.size(0) <= 1 || x.stride(0) >= x.size(1)),
+              "packed_linear: x ", x.sizes(), " does not fit ", packed.sizes());
   Tensor out = at::empty({x.size(0), num_outputs}, x.options());
 #ifdef NANOAPC_AMX
   using T = c10::BFloat16;
