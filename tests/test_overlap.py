@@ -7,7 +7,7 @@ before. So whatever the host does too early - reads a token, gives a block away 
 from __future__ import annotations
 
 import random
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ import pytest
 from conftest import MakeLLM
 from host_helpers import NullEngine, NullModel, solo
 from llm_helpers import assert_idle, greedy, observe, script_tokens
-from test_scheduler import outputs, random_prompts, run_random_case
+from test_scheduler import outputs, random_prompts, run_random_cases
 from tiny_models import random_ids, tiny_tokenizer
 
 from nanoapc import LLM, RequestOutput, SamplingParams
@@ -144,12 +144,7 @@ class LateEngine(NullEngine):
 
 
 def test_random_engines_give_every_sequence_what_it_gets_alone() -> None:
-    seen: Counter[str] = Counter()
-    for seed in range(150):
-        try:
-            seen += run_random_case(seed, LateEngine)
-        except BaseException as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
+    seen = run_random_cases(LateEngine)
     assert set(seen) >= {
         "a step launched ahead",
         "a surplus row",

@@ -64,7 +64,7 @@ def random_sequence(rng: random.Random, bases: list[list[int]], vocab_size: int,
     )
 
 
-def run_random_case(seed: int, engine_class: Callable[..., NullEngine] = NullEngine) -> Counter[str]:
+def run_random_case(seed: int, engine_class: Callable[..., NullEngine]) -> Counter[str]:
     """One engine of random size under random requests; returns what has happened."""
     rng = random.Random(seed)
     seen: Counter[str] = Counter()
@@ -139,13 +139,19 @@ def run_random_case(seed: int, engine_class: Callable[..., NullEngine] = NullEng
     return seen
 
 
-def test_random_engines_give_every_sequence_what_it_gets_alone() -> None:
+def run_random_cases(engine_class: Callable[..., NullEngine] = NullEngine) -> Counter[str]:
+    """What has happened in 150 of them."""
     seen: Counter[str] = Counter()
     for seed in range(150):
         try:
-            seen += run_random_case(seed)
+            seen += run_random_case(seed, engine_class)
         except BaseException as error:
             raise AssertionError(f"seed {seed}: {error}") from error
+    return seen
+
+
+def test_random_engines_give_every_sequence_what_it_gets_alone() -> None:
+    seen = run_random_cases()
     assert set(seen) >= {
         "an abort while running",
         "an abort while waiting",

@@ -100,8 +100,11 @@ class BlockManager:
             return
         size = self.block_size * TOKEN_BYTES
         data = encode_tokens(tokens[first * self.block_size : end * self.block_size])
-        blocks = [data[start : start + size] for start in range(0, len(data), size)]
-        parent, extra = (seq.keys[-1], b"") if first else (self.hasher.root, seq.extra)
+        self._add_keys(seq, [data[start : start + size] for start in range(0, len(data), size)])
+
+    def _add_keys(self, seq: Sequence, blocks: list[bytes]) -> None:
+        """Labels and keys of the next full blocks, whose encoded tokens these are."""
+        parent, extra = (seq.keys[-1], b"") if seq.keys else (self.hasher.root, seq.extra)
         seq.keys += self.hasher.keys(parent, extra, blocks)
         blocks[0] = extra + blocks[0]
         seq.labels += blocks
@@ -195,6 +198,23 @@ class BlockManager:
             return
         if len(seq.keys) < end:
             self.extend_keys(seq, tokens[: end * self.block_size])
+        self._index(seq, end)
+
+    def index_next(self, seqs: list[Sequence], tokens: np.ndarray) -> None:
+        """Indexes one more block for each of the sequences, filled in this step; tokens [len(seqs), block_size].
+
+        What `index_blocks` does, with the tokens of all encoded at once: in decode many fill a block in one step.
+        """
+        if not self.enable_caching:
+            return
+        data, size = encode_tokens(tokens), self.block_size * TOKEN_BYTES
+        for start, seq in zip(range(0, len(data), size), seqs, strict=True):
+            if len(seq.keys) == seq.num_indexed_blocks:
+                self._add_keys(seq, [data[start : start + size]])
+            self._index(seq, seq.num_indexed_blocks + 1)
+
+    def _index(self, seq: Sequence, end: int) -> None:
+        """Puts the blocks up to `end` that are not there yet into the index; their keys are known."""
         first = seq.num_indexed_blocks
         before = seq.blocks[first - 1].prefix if first else self.pool.root
         put, step = self.pool.put, self.step
@@ -205,31 +225,6 @@ class BlockManager:
             self.events.stored(seq, first, end)
         self._pending.extend(seq.blocks[first:end])
         seq.num_indexed_blocks = end
-
-    def index_next(self, seqs: list[Sequence], tokens: np.ndarray) -> None:
-        """Indexes one more block for each of the sequences, filled in this step; tokens [len(seqs), block_size].
-
-        What `index_blocks` does, made cheap for a decode step in which many sequences fill a block at once.
-        """
-        if not self.enable_caching:
-            return
-        data, size = encode_tokens(tokens), self.block_size * TOKEN_BYTES
-        put, hash_keys, step = self.pool.put, self.hasher.keys, self.step
-        for start, seq in zip(range(0, len(data), size), seqs, strict=True):
-            i, keys = seq.num_indexed_blocks, seq.keys
-            block = seq.blocks[i]
-            if len(keys) == i:
-                parent, extra = (keys[-1], b"") if i else (self.hasher.root, seq.extra)
-                label = data[start : start + size]
-                keys += hash_keys(parent, extra, [label])
-                seq.labels.append(extra + label)
-            before = seq.blocks[i - 1].prefix if i else self.pool.root
-            assert before is not None, "a block before an indexed one has lost its prefix"
-            put(block, before, keys[i], seq.labels[i], step)
-            seq.num_indexed_blocks = i + 1
-            self._pending.append(block)
-            if self.events is not None:
-                self.events.stored(seq, i, i + 1)
 
     # -- the end of a step -------------------------------------------------------------------------------
 

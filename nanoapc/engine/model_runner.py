@@ -150,7 +150,9 @@ class ModelRunner:
             sample_rows, draw_positions, *inputs = self.transfer.send([*draws, *arrays])
             token_ids, positions, slots, block_tables, sent_tiles = inputs
             plan = AttentionPlan(sent_tiles, positions, block_tables, tiles, level_starts)
-            hidden = self.forward(token_ids, positions, slots, plan)
+            if (batch.token_ids < 0).any():
+                token_ids = self._known(token_ids)
+            hidden = self.model(token_ids, positions, self.kv_memory, slots, plan)
         prompt_scores = self._score_prompts(batch, hidden)
         rows, sampled = None, None
         if len(batch.samples):
@@ -165,9 +167,13 @@ class ModelRunner:
         return InFlight(batch, tiles, rows, sampled, prompt_scores, arrived)
 
     def forward(self, token_ids: Tensor, positions: Tensor, slots: Tensor, plan: AttentionPlan) -> Tensor:
-        """A step's hidden states [T, h]; token_ids may take the tokens of the step before, see above."""
+        """A step's hidden states [T, h], as graphs capture it; token_ids may take the tokens of the step before."""
+        return self.model(self._known(token_ids), positions, self.kv_memory, slots, plan)
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """[T] with the tokens of the step before put in, see above."""
         last = self.last_tokens[(-1 - token_ids).clamp(min=0)]
-        return self.model(torch.where(token_ids < 0, last, token_ids), positions, self.kv_memory, slots, plan)
+        return torch.where(token_ids < 0, last, token_ids)
 
     # -- sampling ----------------------------------------------------------------------------------------
 

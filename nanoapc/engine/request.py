@@ -60,7 +60,7 @@ def make_sequences(
             extra=prompt.extra,
             stop_token_ids=frozenset(params.stop_token_ids),
             detokenizer=Detokenizer(tokenizer, prompt.token_ids, params) if params.stop else None,
-            sampler_state=make_state(params, prompt.token_ids.tolist(), eos_token_ids, bad_words),
+            sampler_state=make_state(params, prompt.token_ids, eos_token_ids, bad_words),
             request=request,
         )
         for i in range(params.n)

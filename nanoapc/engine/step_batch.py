@@ -126,23 +126,8 @@ def largest_batch(num_tokens: int, max_num_seqs: int, block_size: int, params: S
     num_seqs = min(max_num_seqs, num_tokens)
     counts = np.full(num_seqs, num_tokens // num_seqs)
     counts[: num_tokens % num_seqs] += 1
-    last_rows = np.cumsum(counts) - 1
-    every = np.arange(num_seqs)
+    table = SequenceTable(num_seqs, int(counts[0]), block_size)
+    for column in (table.num_tokens, table.num_prompt_tokens, table.num_scheduled_tokens, table.first_writable):
+        column[:] = counts
     sequences = [Sequence(i, np.zeros(count, np.int32), params, 1) for i, count in enumerate(counts.tolist())]
-    return StepBatch(
-        table_rows=every,
-        admissions=every,
-        starts=np.zeros_like(counts),
-        counts=counts,
-        token_ids=np.zeros(num_tokens, np.int64),
-        positions=np.arange(num_tokens) - np.repeat(last_rows + 1 - counts, counts),
-        slots=np.full(num_tokens, -1),
-        block_tables=np.zeros((num_seqs, -(-int(counts.max()) // block_size)), np.int32),
-        samples=every,
-        sample_rows=last_rows,
-        num_prompt_rows=num_tokens,
-        num_decodes=0,
-        copies=[],
-        key=None,
-        sequences=sequences,
-    )
+    return build_step_batch(table, np.arange(num_seqs), sequences, block_size, [], None)

@@ -51,6 +51,8 @@ template <typename T> struct Ahead {
 // pack     V of n positions, each at its key + offset, as the engine wants them
 // weights  `place`: where the weights of CHUNK positions from i on of a column lie
 
+inline int64_t acc_size(int64_t d) { return (d + LANES - 1) / LANES * BLOCK; }
+
 template <typename Element> struct VectorValues {
   using T = Element;
   using Packed = float;
@@ -68,8 +70,8 @@ template <typename Element> struct VectorValues {
   }
 
   static void accumulate(const float* values, int64_t n, int64_t d, const float* weights, int64_t num_columns,
-                         float* acc, int64_t acc_size, bool add, Ahead<T>&) {
-    for (int64_t c = 0; c < num_columns; c += LANES, acc += acc_size)
+                         float* acc, bool add, Ahead<T>&) {
+    for (int64_t c = 0; c < num_columns; c += LANES, acc += acc_size(d))
       multiply_rows(weights + c * SPAN, SPAN, 1, n, values, SPAN * LANES, acc, BLOCK,
                     std::min<int64_t>(LANES, num_columns - c), (d + LANES - 1) / LANES, add);
   }
@@ -114,7 +116,7 @@ struct AmxValues {
   }
 
   static void accumulate(const T* values, int64_t n, int64_t d, const T* weights, int64_t num_columns, float* acc,
-                         int64_t acc_size, bool add, Ahead<T>& ahead) {
+                         bool add, Ahead<T>& ahead) {
     const int64_t steps = (n + 31) / 32, tile = 32 * LANES, d_tiles = d / LANES;
     const T* a[2] = {weights, weights + SPAN * LANES};
     const bool two = num_columns > LANES;
@@ -122,7 +124,7 @@ struct AmxValues {
       const bool pair = j + 1 < d_tiles;
       auto* block = two ? (pair ? multiply_tiles<2, 2> : multiply_tiles<2, 1>)
                         : (pair ? multiply_tiles<1, 2> : multiply_tiles<1, 1>);
-      block(a, 32, tile, values + j * tile, tile, d_tiles * tile, steps, acc + j * BLOCK, acc_size, BLOCK, add);
+      block(a, 32, tile, values + j * tile, tile, d_tiles * tile, steps, acc + j * BLOCK, acc_size(d), BLOCK, add);
     }
   }
 };
@@ -149,11 +151,11 @@ template <typename Values> struct Attention {
 
   // Where a span of a sequence has its keys.
   struct Span {
-    int64_t start, n;
+    int64_t n;
     const T* rows[SPAN];
   };
   void find(const int32_t* tile, int64_t head, int64_t start, int64_t end, Span& span) const {
-    span.start = start, span.n = std::clamp<int64_t>(end - start, 0, SPAN);
+    span.n = std::clamp<int64_t>(end - start, 0, SPAN);
     const T* base = cache + head * block_size * head_dim;
     const int32_t* block = tables + tile[TABLE] * table_width + start / block_size;
     for (int64_t i = 0, offset = start % block_size; i < span.n; ++block, offset = 0) {
@@ -243,13 +245,13 @@ template <typename Values> struct Attention {
 
   // Runs a task; `next` (or nullptr) is what this thread will run after it.
   void run(const Task& task, const Task* next) const {
-    const int64_t d = head_dim, packed = Engine::packed_size(d), acc_size = (d + LANES - 1) / LANES * BLOCK;
+    const int64_t d = head_dim, packed = Engine::packed_size(d);
     const int64_t num_tiles = (task.num + LANES - 1) / LANES;
     const int32_t* tile = tiles + task.tile * TILE_SIZE;
     auto* queries = scratch<typename Engine::Packed>(QUERIES, num_tiles * packed);
     float* scores = scratch<float>(SCORES, TILES_AT_ONCE * LANES * SPAN);
     auto* weights = scratch<typename Values::Packed>(WEIGHTS, TILES_AT_ONCE * LANES * SPAN);
-    float* acc = scratch<float>(ACCUMULATOR, num_tiles * acc_size + d + LANES);
+    float* acc = scratch<float>(ACCUMULATOR, num_tiles * acc_size(d));
     Columns columns;
     const int64_t end = start_columns(task, columns, queries, acc);
 
@@ -279,7 +281,7 @@ template <typename Values> struct Attention {
             if (factor[i] != 1.0f) rescale(column_acc(acc, first + i), factor[i]);
         }
         if (!values) values = Values::pack(here.rows, value_offset, n, d, ahead_keys);
-        Values::accumulate(values, n, d, weights, num, acc + t * acc_size, acc_size, start > 0, ahead_keys);
+        Values::accumulate(values, n, d, weights, num, acc + t * acc_size(d), start > 0, ahead_keys);
       }
     }
     finish_columns(task, columns, acc);
@@ -321,7 +323,7 @@ template <typename Values> struct Attention {
   }
 
   float* column_acc(float* acc, int64_t c) const {
-    return acc + c / LANES * ((head_dim + LANES - 1) / LANES) * BLOCK + c % LANES * LANES;
+    return acc + c / LANES * acc_size(head_dim) + c % LANES * LANES;
   }
 
   // Results of the rows that end here, or what their next tiles will need.

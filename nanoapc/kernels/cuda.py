@@ -15,6 +15,7 @@ from torch import Tensor
 
 from nanoapc.engine.attention_plan import SPAN
 from nanoapc.kernels.attention_work import PROGRAMS_PER_SM, AttentionWork, TileCutter
+from nanoapc.kernels.reference_sampling import argmax
 from nanoapc.kernels.triton_attention import Shape, attention_shape, launch_attention
 from nanoapc.kernels.triton_elementwise import copy_blocks, fixed_linear, rms_norm, rope_and_store, silu_and_mul
 from nanoapc.kernels.triton_sampling import gumbel_argmax, keep_top, largest, logprobs
@@ -42,6 +43,7 @@ class TritonKernels:
         self.deterministic = deterministic
         self.copy_blocks: Callable[[Tensor, Sequence[tuple[int, int, int]]], None] = copy_blocks
         self.rope_and_store: Callable[..., Tensor] = rope_and_store
+        self.argmax: Callable[[Tensor], tuple[Tensor, Tensor]] = argmax
         self.gumbel_argmax: Callable[[Tensor, Tensor, Tensor], Tensor] = gumbel_argmax
         self.keep_top: Callable[[Tensor, Tensor, Tensor], Tensor] = keep_top
         self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
@@ -67,11 +69,6 @@ class TritonKernels:
     def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
         """x, residual [T, h] -> (rms_norm(x + residual), x + residual)."""
         return rms_norm(x, residual, weight, eps)
-
-    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """logits [n, V] -> the greatest of each row [n] float32, and the first id that has it."""
-        peak, ids = logits.max(dim=-1)
-        return peak.float(), ids
 
     def attention(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         """q [T, H, D], kv_cache [NB, 2, Hkv, B, D] -> [T, H, D]."""

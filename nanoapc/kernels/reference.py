@@ -21,7 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoapc.engine.attention_plan import KV_END, KV_START, NUM_ROWS, ROW_START, TABLE
-from nanoapc.kernels.reference_sampling import keep_top, largest, logprobs
+from nanoapc.kernels.reference_sampling import argmax, keep_top, largest, logprobs
 
 if TYPE_CHECKING:
     from nanoapc.engine.attention_plan import AttentionPlan
@@ -40,6 +40,7 @@ class ReferenceKernels:
 
     name = "reference"
     max_tile_rows = 128
+    argmax = staticmethod(argmax)
     keep_top = staticmethod(keep_top)
     largest = staticmethod(largest)
     logprobs = staticmethod(logprobs)
@@ -108,11 +109,6 @@ class ReferenceKernels:
         """(source, destination, num_tokens): the first tokens of a block, all layers, in order."""
         for source, destination, num_tokens in copies:
             kv_memory[destination, ..., :num_tokens, :] = kv_memory[source, ..., :num_tokens, :]
-
-    def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """The greatest of each row in float32, and the first id that has it."""
-        peak, ids = logits.max(dim=-1)
-        return peak.float(), ids
 
     def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         """argmax(logits + gumbel_noise) per row; ties go to the lowest id."""

@@ -13,6 +13,12 @@ NUCLEUS_WIDTH = 1024
 """Candidates looked at before a whole row is ranked: nearly every nucleus is smaller."""
 
 
+def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Kernels`."""
+    peak, ids = logits.max(dim=-1)
+    return peak.float(), ids
+
+
 def keep_top(x: Tensor, top_k: Tensor, top_p: Tensor, width: int | None = None) -> Tensor:
     """See `Kernels`. At first only the `width` best ids are looked at; rows with a larger nucleus are ranked whole."""
     V = x.shape[1]
