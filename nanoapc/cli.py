@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import re
 import sqlite3
 import sys
@@ -54,7 +55,7 @@ def _add_run_batch(commands: Any) -> None:
 def _add_engine_options(parser: argparse.ArgumentParser) -> None:
     """One option for each field of EngineConfig; options that are not given are not in the result."""
     group = parser.add_argument_group("engine options")
-    meanings = dict(re.findall(r"^ +(\w+): (.*(?:\n {8,}.*)*)", EngineConfig.__doc__ or "", re.MULTILINE))
+    meanings = dict(re.findall(r"^(\w+): (.*(?:\n .*)*)", inspect.getdoc(EngineConfig) or "", re.MULTILINE))
     for field in dataclasses.fields(EngineConfig):
         kind = str(field.type).removesuffix(" | None")
         options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"engine_{field.name}"}
