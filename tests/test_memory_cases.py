@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,7 +15,7 @@ from tiny_models import random_ids, tiny_tokenizer
 from nanoapc import LLM, RequestOutput, SamplingParams
 from nanoapc.config import EngineConfig
 from nanoapc.engine import kv_memory
-from nanoapc.engine.kv_memory import MemoryUse, count_blocks
+from nanoapc.engine.kv_memory import MemoryUse, _control_group_available, count_blocks
 
 
 class TestCannotFit:
@@ -93,6 +94,37 @@ class TestCannotFit:
         assert llm.engine.runner.kv_memory.nbytes == int(kv_memory.CPU_SHARE * 10 * 2**20) // 2048 * 2048
         small = make_llm(num_kv_blocks=None, max_num_seqs=2)  # no more than so many sequences can use
         assert len(small.engine.manager.pool.blocks) == 2 * (128 // 4 + 1)
+
+    @pytest.mark.parametrize("version", [1, 2])
+    def test_containers_leave_what_their_limit_does_and_what_only_caches_files(
+        self, version: int, tmp_path: Path
+    ) -> None:
+        def group(path: str, limit: str, used: int) -> None:
+            folder = mount / path
+            folder.mkdir(parents=True, exist_ok=True)
+            names = ("memory.max", "memory.current") if version == 2 else ("limit_in_bytes", "usage_in_bytes")
+            for name, value in zip(names, (limit, used), strict=True):
+                (folder / (name if version == 2 else f"memory.{name}")).write_text(f"{value}\n")
+            prefix = "" if version == 2 else "total_"
+            lines = ["anon 7", f"{prefix}active_file 20", f"{prefix}inactive_file 300", "file 9999", "active_file 0"]
+            (folder / "memory.stat").write_text("\n".join(lines[: 5 if version == 1 else 4]))
+
+        mount = tmp_path / ("sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/memory")
+        own = tmp_path / "proc/self/cgroup"
+        own.parent.mkdir(parents=True)
+        assert _control_group_available(tmp_path) == kv_memory.UNLIMITED  # no such file
+        own.write_text("1:name=systemd:/elsewhere\n" + ("0::" if version == 2 else "4:memory:") + "/jobs/of:me\n")
+        assert _control_group_available(tmp_path) == kv_memory.UNLIMITED
+        no_limit = "max" if version == 2 else str(2**63 - 4096)
+        group("jobs/of:me", no_limit, 500)
+        assert _control_group_available(tmp_path) == kv_memory.UNLIMITED
+        group("jobs", "2000", 1000)  # the limit of all jobs
+        assert _control_group_available(tmp_path) == 2000 - 1000 + 320
+        group("jobs/of:me", "900", 900)  # full, but mostly with what has been read
+        assert _control_group_available(tmp_path) == 320
+        own.write_text(("0::" if version == 2 else "4:memory:") + "/a/path/of/the/host\n")  # seen from a container
+        group("", "5000", 4900)
+        assert _control_group_available(tmp_path) == 420
 
     @pytest.mark.parametrize("argument", ["num_kv_blocks", "kv_cache_memory", "max_num_seqs", "max_model_len"])
     @pytest.mark.parametrize("value", [0, -3, 2.5, "8"])

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import MakeLLM
+from llm_helpers import hf_greedy, run, token_ids
 from test_rotary import ROPES, old_spelling
 from tiny_models import FAMILIES, edit_json, forward_logits, hf_logits, load_tiny, make_tiny_model, random_ids
 
@@ -161,6 +163,39 @@ class TestConfig:
             (tmp_path / "generation_config.json").write_text(generation)
         assert ModelConfig.from_directory(tmp_path).eos_token_ids == expected
 
+    @pytest.mark.parametrize(
+        ("rope", "expected"),
+        [
+            ({"rope_type": "default"}, 128),
+            ({"rope_type": "linear", "factor": 2.5}, 320),
+            ({"rope_type": "yarn", "factor": 4.0}, 512),
+            ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 100}, 400),
+            ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}, 128),
+            ({"rope_type": "yarn", "original_max_position_embeddings": 64}, 128),
+            (LLAMA3, 128),
+        ],
+    )
+    def test_the_longest_sequence_is_what_rope_stretches_the_original_length_to(
+        self, rope: dict[str, Any], expected: int, shapes: dict[str, Path], tmp_path: Path
+    ) -> None:
+        raw = {"max_position_embeddings": 128, "rope_parameters": {"rope_type": "llama3", **rope}}
+        copy_config(shapes["qwen2"], tmp_path, **raw)
+        assert ModelConfig.from_directory(tmp_path).max_len == expected
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(old_spelling(json.loads(path.read_text()))))
+        assert ModelConfig.from_directory(tmp_path).max_len == expected
+
+    @pytest.mark.parametrize("rope", [{"rope_type": "yarn", "factor": 4.0}, {"rope_type": "linear", "factor": 4.0}])
+    def test_sequences_as_long_as_rope_allows_run_as_in_transformers(
+        self, rope: dict[str, Any], tmp_path: Path, make_llm: MakeLLM
+    ) -> None:
+        hf_model = make_tiny_model(tmp_path, "qwen2", max_position_embeddings=64, rope_parameters=rope)
+        llm, prompt = make_llm(tmp_path, max_model_len=None), random_ids(250)
+        assert llm.engine.max_model_len == 256
+        assert token_ids(run(llm, [prompt], max_tokens=9)) == [hf_greedy(hf_model, prompt, 6)]
+        with pytest.raises(ValueError, match="max_model_len=257 is more than the model's own limit of 256"):
+            make_llm(tmp_path, max_model_len=257)
+
     def test_vocab_size_counts_padded_rows(self, tmp_path: Path) -> None:
         make_tiny_model(tmp_path, vocab_size=352)
         model = load_tiny(tmp_path)
@@ -208,6 +243,12 @@ class TestRefusals:
                 "num_attention_heads 4 is no multiple of num_key_value_heads 3",
             ),
             ("llama", {"head_dim": 15}, "head_dim 15 is odd"),
+            ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, got 'small'"),
+            ("llama", {"rms_norm_eps": 0}, "rms_norm_eps must be a positive number, got 0"),
+            ("llama", {"rope_scaling": "linear"}, "rope_scaling must be a dict or null, got 'linear'"),
+            ("llama", {"rope_parameters": [1]}, r"rope_parameters must be a dict or null, got \[1\]"),
+            ("llama", {"layer_types": 2}, "layer_types must be a list or null, got 2"),
+            ("llama", {"architectures": "MyLlamaForCausalLM"}, "architectures must be a list or null, got 'MyLlama"),
             ("llama", {"eos_token_id": "</s>"}, "eos_token_id must be a token id.*'</s>'"),
         ],
     )
@@ -240,6 +281,11 @@ class TestRefusals:
         (tmp_path / "config.json").write_text(content)
         with pytest.raises(ValueError, match=r"config\.json"):
             ModelConfig.from_directory(tmp_path)
+
+    def test_a_byte_order_mark_is_passed_over(self, shapes: dict[str, Path], tmp_path: Path) -> None:
+        path = copy_config(shapes["llama"], tmp_path) / "config.json"
+        path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+        assert ModelConfig.from_directory(tmp_path) == ModelConfig.from_directory(shapes["llama"])
 
     def test_a_lora_adapter_is_refused(self, shapes: dict[str, Path], tmp_path: Path) -> None:
         (tmp_path / "adapter_config.json").write_text("{}")

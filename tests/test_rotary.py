@@ -60,6 +60,19 @@ def test_table_equals_transformers_bit_for_bit(name: str, head_dim: int) -> None
     torch.testing.assert_close(table[:, half:], sin[0, :, half:], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["default", "llama3", "yarn"])
+def test_pytorchs_default_device_and_dtype_do_not_matter(name: str) -> None:
+    rope = read_rope({"max_position_embeddings": 512, "rope_parameters": dict(ROPES[name])})
+    table = cos_sin_table(rope, 16, 9, torch.device("cpu"))
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            again = cos_sin_table(rope, 16, 9, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(again, table, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("name", ROPES)
 def test_both_spellings_mean_the_same(name: str) -> None:
     config = {"max_position_embeddings": 512, "rope_parameters": dict(ROPES[name])}
@@ -105,6 +118,8 @@ def test_other_rope_types_are_refused_by_name(rope_type: str) -> None:
         ({"rope_type": "yarn", "factor": "4"}, "'yarn' needs a positive number 'factor', got '4'"),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0}, "'high_freq_factor', got None"),
         ({"rope_type": "default", "rope_theta": -1.0}, "'rope_theta', got -1.0"),
+        ({"rope_type": "default", "rope_theta": float("nan")}, "'rope_theta', got nan"),
+        ({"rope_type": "linear", "factor": float("inf")}, "'factor', got inf"),
         (
             {"rope_type": "default", "partial_rotary_factor": 0.5},
             "partial_rotary_factor 0.5 is not supported",

@@ -208,6 +208,12 @@ def test_tracing_changes_no_output(make_llm: MakeLLM, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("name", ["nowhere/run.jsonl", "."])
+def test_a_file_that_cannot_be_written_is_named(name: str, make_llm: MakeLLM, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"trace='.*' cannot be written .*; choose another file"):
+        make_llm(trace=str(tmp_path / name))
+
+
 def test_a_full_disk_ends_the_trace_and_not_the_run(make_llm: MakeLLM, caplog: pytest.LogCaptureFixture) -> None:
     llm = make_llm(trace="/dev/full")
     for _ in range(2):

@@ -72,11 +72,14 @@ class Events:
         trace: the file to write; None only logs.
         header: what a reader must know before the first step (block_size, num_blocks, ...).
     Raises:
-        OSError: the file cannot be written.
+        ValueError: the file cannot be written.
     """
 
     def __init__(self, trace: str | None, header: dict[str, Any]):
-        self._file = None if trace is None else open(trace, "w", 1, encoding="utf-8")  # noqa: SIM115  # line by line
+        try:
+            self._file = None if trace is None else open(trace, "w", 1, encoding="utf-8")  # noqa: SIM115  # line by line
+        except OSError as error:
+            raise ValueError(f"trace={trace!r} cannot be written ({error}); choose another file") from error
         self._log = logger.isEnabledFor(logging.DEBUG)
         self._start = time.perf_counter()
         self._step = 0

@@ -15,10 +15,11 @@ says both numbers. So a request that passes validation always fits, alone if nee
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 import numpy as np
 import torch
@@ -28,6 +29,12 @@ from nanoapc.models.config import ModelConfig
 
 CPU_SHARE = 0.4
 """Share of the available memory that the KV cache takes on the CPU by default."""
+UNLIMITED = 2**62
+CONTROL_GROUPS = {
+    "": ("sys/fs/cgroup", "memory.max", "memory.current", ""),
+    "memory": ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+}
+"""Of both versions: controllers in /proc/self/cgroup -> where groups lie, limit, use, prefix in memory.stat."""
 
 
 def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
@@ -154,14 +161,25 @@ def _system_available() -> int:
         return 4 * 2**30  # an unknown system: a size that any machine for this job has
 
 
-def _control_group_available() -> int:
-    pairs = (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    )
-    for limit, used in pairs:
-        try:
-            return int(Path(limit).read_text()) - int(Path(used).read_text())
-        except (OSError, ValueError):  # no such group, or "max"
-            continue
-    return 2**62
+def _control_group_available(root: Path = Path("/")) -> int:
+    """The least that the process's control group, and those that it lies in, leave."""
+    left = UNLIMITED
+    with contextlib.suppress(OSError):  # a system without control groups
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in CONTROL_GROUPS:
+                mount, *files = CONTROL_GROUPS[controllers]
+                group = PurePosixPath(path)
+                left = min(left, *(_left(root / mount / str(g)[1:], *files) for g in (group, *group.parents)))
+    return left
+
+
+def _left(group: Path, limit: str, used: str, prefix: str) -> int:
+    """Bytes that a group leaves. Pages of files are left, too: the kernel gives them up on demand, and a model that
+    has just been read fills the group with them."""
+    try:
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        pages = sum(int(stat[f"{prefix}{kind}_file"]) for kind in ("active", "inactive"))
+        return int((group / limit).read_text()) - int((group / used).read_text()) + pages
+    except (OSError, ValueError):  # no such group here, or "max"
+        return UNLIMITED

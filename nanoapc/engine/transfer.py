@@ -55,7 +55,7 @@ class PinnedTransfer(Transfer):
         self._turn = 0
 
     def _pinned(self, num_bytes: int) -> Tensor:
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def _event(self) -> Event:
         return torch.cuda.Event()

@@ -11,6 +11,7 @@ Sources: RoPE (arXiv 2104.09864), linear interpolation (2306.15595), YaRN (2309.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -57,7 +58,7 @@ def read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
         if key == "factor" and rope_type == "yarn":
             rope.setdefault("factor", max_positions / rope[original])
         value = rope.get(key)
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
             raise ValueError(f"rope type {rope_type!r} needs a positive number {key!r}, got {value!r}")
     return {key: rope[key] for key in ("rope_type", "truncate", *numbers) if key in rope}
 
@@ -67,12 +68,14 @@ def cos_sin_table(rope: Mapping[str, Any], head_dim: int, max_len: int, device: 
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    if rope["rope_type"] == "default":
-        periods = rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-        frequencies, scale = 1.0 / periods, 1.0  # the angle per position of each pair of dimensions, from fast to slow
-    else:
-        config = LlamaConfig(head_dim=head_dim)
-        config.rope_parameters = dict(rope)
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
-    angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies
-    return (torch.cat([angles.cos(), angles.sin()], dim=-1) * scale).to(device)
+    with torch.device("cpu"):  # whatever PyTorch's default device is
+        if rope["rope_type"] == "default":
+            periods = rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+            # The angle per position of each pair of dimensions, from fast to slow.
+            frequencies, scale = 1.0 / periods, 1.0
+        else:
+            config = LlamaConfig(head_dim=head_dim)
+            config.rope_parameters = dict(rope)
+            frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)
+        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * frequencies
+        return (torch.cat([angles.cos(), angles.sin()], dim=-1) * scale).to(device)

@@ -69,7 +69,7 @@ def check_directory(directory: Path) -> None:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; a ValueError names a file that holds none."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8-sig"))  # with or without a byte order mark
     except (OSError, ValueError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {error}") from error
     if (kind := type(value).__name__) != "dict":

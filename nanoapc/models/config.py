@@ -19,6 +19,8 @@ from nanoapc.models.checkpoint import check_directory, read_headers, read_json, 
 from nanoapc.models.registry import find_family
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+KINDS = {"architectures": list, "layer_types": list, "rope_scaling": dict, "rope_parameters": dict}
+"""What some keys hold unless they are missing or null."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +28,7 @@ class ModelConfig:
     """The shape of a model. Sizes count elements, `max_position_embeddings` counts tokens.
 
     dtype          what the checkpoint is stored in: config.json's word for it, else the first tensor's
-    eos_token_ids  every id that ends a text: generation_config.json's, else config.json's
+    eos_token_ids  the ids that end a text: generation_config.json's, else config.json's
     vocab_size     rows of the embedding and of the head; may exceed what the tokenizer knows
     """
 
@@ -48,6 +50,16 @@ class ModelConfig:
     qk_norm: bool
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+
+    @property
+    def max_len(self) -> int:
+        """Tokens that a sequence may have.
+
+        Configs with linear or YaRN rope often leave `max_position_embeddings` at the length before it was stretched.
+        """
+        stretched = self.rope["rope_type"] in ("linear", "yarn")  # llama3's factor says nothing about lengths
+        factor = self.rope["factor"] if stretched else 0
+        return max(self.max_position_embeddings, int(self.rope["original_max_position_embeddings"] * factor))
 
     @classmethod
     def from_directory(cls, directory: str | Path) -> ModelConfig:
@@ -76,6 +88,9 @@ class ModelConfig:
     @classmethod
     def from_json(cls, raw: Mapping[str, Any], dtype: torch.dtype, generation_eos: Any = None) -> ModelConfig:
         """The config for a parsed config.json; `generation_eos` is generation_config.json's eos_token_id."""
+        for key, kind in KINDS.items():
+            if raw.get(key) is not None and not isinstance(raw[key], kind):
+                raise ValueError(f"{key} must be a {kind.__name__} or null, got {raw[key]!r}")
         family = find_family(raw)
         raw = {**family.config_defaults, **raw}
         variant = family.variant(raw)._asdict()
@@ -85,6 +100,8 @@ class ModelConfig:
         head_dim = hidden_size // num_heads if raw.get("head_dim") is None else _size(raw, "head_dim")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
+        if isinstance(eps := raw.get("rms_norm_eps", 1e-6), bool) or not isinstance(eps, int | float) or not eps > 0:
+            raise ValueError(f"rms_norm_eps must be a positive number, got {eps!r}")
         if head_dim % 2:
             raise ValueError(f"head_dim {head_dim} is odd; rotary embeddings need pairs")
         return cls(
@@ -96,7 +113,7 @@ class ModelConfig:
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=float(raw.get("rms_norm_eps") or 1e-6),
+            rms_norm_eps=float(eps),
             max_position_embeddings=_size(raw, "max_position_embeddings"),
             rope=read_rope(raw),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
