@@ -67,7 +67,7 @@ class BatchSummary:
     failed: int = 0  # lines with an error
     resumed: int = 0  # lines that had their result before this run
     changed: int = 0  # of these, those that ask for something else now (the old result stays)
-    foreign: int = 0  # results of no line of the input
+    foreign: int = 0  # results of no line of the input, or of one that has its result already
     prompt_tokens: int = 0
     cached_tokens: int = 0  # of the prompt tokens, those that were saved; the others were computed
     output_tokens: int = 0
@@ -132,6 +132,8 @@ def run_batch(
     """
     if isinstance(llm, LLM) and ray_workers is not None:
         raise ValueError("ray_workers needs a model's name instead of an LLM: each worker makes its own")
+    if ray_workers is not None and engine_options.get("prefix_cache_file"):
+        raise ValueError("prefix_cache_file is for one process; leave it out where ray_workers make an LLM each")
     paths = [os.fspath(path) for path in (input_path, output_path, *([error_file] if error_file else []))]
     _check_paths(paths)
     model = llm.engine.config.model if isinstance(llm, LLM) else os.fspath(llm)
@@ -140,7 +142,7 @@ def run_batch(
         signals = stack.enter_context(_Signals())
         plan = stack.enter_context(_checked_plan(paths[0], names, quiet))
         journals = [stack.enter_context(Journal(path)) for path in paths[1:]]
-        summary = _resume(plan, journals)
+        summary = _resume(plan, journals, names)
         if ordered and not plan.in_order_so_far():
             raise ValueError(f"{paths[1]} has results that are not in input order; continue it without ordered")
         answer_lines: Callable[[Iterable[Line], Emit], None] | None = None
@@ -224,7 +226,7 @@ def _checked_plan(path: str, names: Sequence[str], quiet: bool) -> Plan:
     return plan
 
 
-def _resume(plan: Plan, journals: Sequence[Journal]) -> BatchSummary:
+def _resume(plan: Plan, journals: Sequence[Journal], names: Sequence[str]) -> BatchSummary:
     """Takes what is finished out of the plan."""
     summary = BatchSummary(total=plan.total)
     changed: list[str] = []
@@ -233,6 +235,9 @@ def _resume(plan: Plan, journals: Sequence[Journal]) -> BatchSummary:
         if same is None:
             summary.foreign += 1
             continue
+        if result["error"] is None and (model := result["response"]["body"].get("model", names[0])) not in names:
+            remedy = "choose another output, or add the name with --served-model-name (served_model_names)"
+            raise ValueError(f"{journals[0].path} holds answers of the model {model!r}, not of {names[0]!r}; {remedy}")
         summary.count(result, resumed=True)
         if not same:
             summary.changed += 1
@@ -240,7 +245,7 @@ def _resume(plan: Plan, journals: Sequence[Journal]) -> BatchSummary:
     if summary.foreign and not summary.resumed:
         raise ValueError(f"{journals[0].path} holds results of another input; choose another output")
     if summary.foreign:
-        logger.warning("%d results in the output belong to no line of the input; they stay", summary.foreign)
+        logger.warning("%d results in the output are of no line of the input, or repeated; they stay", summary.foreign)
     if changed:
         what = "lines ask for something else than when they were answered; their old results stay"
         logger.warning("%d %s until you remove them: %s", summary.changed, what, ", ".join(changed))

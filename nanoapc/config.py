@@ -16,6 +16,7 @@ HASH_ALGORITHMS = ("xxhash", "xxhash_cbor", "sha256", "sha256_cbor")
 SCHEDULE_POLICIES = ("prefix", "fcfs")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "dummy")
+FILES = ("prefix_cache_file", "metrics_file", "trace")
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,8 @@ class EngineConfig:
     gpu_memory_utilization: share of a GPU's memory that this process may use.
     enable_prefix_caching: reuse the KV of equal prefixes, within a call and between calls.
     prefix_caching_hash_algo: how a block's key is made (see `engine/block_hash.py`).
+    prefix_cache_file: the cached prefixes are read from this file, if it is there, and written to it by `close`, at the
+        latest when the program ends; see `engine/prefix_store.py`. It holds prompts as they are.
     schedule_policy: "prefix" runs a batch in the order of its prefix tree, "fcfs" in the order given.
     enable_forest_attention: read a shared prefix once for all rows that share it.
     deterministic: the same bits whatever the batch, on CUDA, too; costs time there (see `kernels/cuda.py`). On the CPU
@@ -64,6 +67,7 @@ class EngineConfig:
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: str = "xxhash"
+    prefix_cache_file: str | None = None
     schedule_policy: str = "prefix"
     enable_forest_attention: bool = True
     deterministic: bool = False
@@ -86,7 +90,7 @@ class EngineConfig:
                 raise ValueError(f"LLM got an unknown argument {name!r}; {hint}")
         if arguments.get("dtype") is not None and not isinstance(arguments["dtype"], str):
             arguments["dtype"] = str(arguments["dtype"]).removeprefix("torch.")
-        for name in ("metrics_file", "trace"):
+        for name in FILES:
             if isinstance(arguments.get(name), os.PathLike):
                 arguments[name] = os.fspath(arguments[name])
         return cls(model=os.fspath(model), **arguments)
@@ -105,10 +109,14 @@ class EngineConfig:
             value, optional = getattr(self, field.name), field.type == "bool | None"
             if (field.type == "bool" or optional) and not (isinstance(value, bool) or (optional and value is None)):
                 raise ValueError(f"{field.name} must be True or False{' or None' * optional}, not {value!r}")
-        for name in ("metrics_file", "trace"):
+        for name in FILES:
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
                 raise ValueError(f"{name} must be the name of a file or None, not {value!r}")
+        if self.prefix_cache_file is not None and not self.enable_prefix_caching:
+            raise ValueError(
+                f"prefix_cache_file={self.prefix_cache_file!r} needs the cache; leave out enable_prefix_caching=False"
+            )
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {utilization!r}")

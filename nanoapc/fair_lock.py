@@ -20,12 +20,16 @@ class FairLock:
         self._owner: int | None = None
         self._depth = 0
 
+    @property
+    def is_mine(self) -> bool:
+        """Whether this thread has it."""
+        return self._owner == threading.get_ident()  # only this thread could make them equal
+
     def __enter__(self) -> None:
-        thread = threading.get_ident()
-        if self._owner != thread:  # only this thread could make them equal
+        if not self.is_mine:
             with self._turnstile:
                 self._lock.acquire()
-            self._owner = thread
+            self._owner = threading.get_ident()
         self._depth += 1
 
     def __exit__(self, *exception: object) -> None:

@@ -12,16 +12,18 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import islice, zip_longest
+from itertools import chain, islice, repeat, zip_longest
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from nanoapc.engine.block_hash import encode_extra_keys
-from nanoapc.sampling_params import SamplingParams
+from nanoapc.sampling_params import SamplingParams, check_unicode
 
 PromptType: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
 KNOWN_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+BYTES = bytes | bytearray
+"""Sequences of numbers, which are no token ids: most likely a text that was not decoded."""
 TOKENIZER_GROUP = 1024
 """Prompts that are tokenised in one call: batches are fast, bounded ones show progress."""
 
@@ -35,25 +37,38 @@ class Prompt:
     extra: bytes = b""
 
 
+def _is_one(prompts: Any) -> bool:
+    """Whether it is one text or dict (or something that is no prompt, which is refused where all are checked)."""
+    return isinstance(prompts, str | Mapping | BYTES) or not isinstance(prompts, Iterable)
+
+
+def _unwrapped(prompts: Any) -> Any:
+    """An array or a series as a list, anything else as it is."""
+    return prompts.tolist() if hasattr(prompts, "tolist") else prompts
+
+
 def as_prompt_list(prompts: PromptType | Iterable[PromptType]) -> list[PromptType]:
     """One prompt or many -> a list; a list of whole numbers is one prompt of token ids."""
-    if isinstance(prompts, str | bytes | Mapping):
-        return [prompts]  # type: ignore[list-item]  # bytes are refused where all prompts are checked
-    many = prompts.tolist() if hasattr(prompts, "tolist") else list(prompts)
-    if many and isinstance(many[0], int | np.integer):
-        return [many]  # type: ignore[list-item]
-    return many  # type: ignore[return-value]
+    prompts = _unwrapped(prompts)
+    if _is_one(prompts):
+        return [prompts]  # type: ignore[list-item]
+    many = list(prompts)
+    return [many] if many and isinstance(many[0], int | np.integer) else many  # type: ignore[list-item, return-value]
 
 
-def pair_params(
-    prompts: Sequence[Any],
-    params: SamplingParams | Sequence[SamplingParams] | None,
-    default: SamplingParams,
-    first_index: int = 0,
-) -> list[SamplingParams]:
-    """One SamplingParams for each prompt; `first_index` is the index of prompts[0] in error messages."""
+def _for_all(params: Any) -> SamplingParams | None:
+    """The SamplingParams of all prompts (None stands for the defaults); None if these are one for each."""
     if params is None or isinstance(params, SamplingParams):
-        return [params or default] * len(prompts)
+        return params or SamplingParams()
+    if isinstance(params, Mapping) or not isinstance(params, Iterable):
+        raise ValueError(f"sampling_params is {params!r}; it must be a SamplingParams, or one for each prompt")
+    return None
+
+
+def pair_params(prompts: Sequence[Any], params: Any, first_index: int = 0) -> list[SamplingParams]:
+    """One SamplingParams for each prompt; `first_index` is the index of prompts[0] in error messages."""
+    if (one := _for_all(params)) is not None:
+        return [one] * len(prompts)
     pairs = list(params)
     if len(pairs) != len(prompts):
         raise ValueError(
@@ -65,14 +80,34 @@ def pair_params(
     return pairs
 
 
-def pair_as_they_come(prompts: Iterable[Any], params: Iterable[SamplingParams]) -> Iterator[tuple[Any, SamplingParams]]:
+def pair_as_they_come(prompts: Any, params: Any) -> Iterator[tuple[Any, SamplingParams]]:
     """(prompt, its SamplingParams), read one by one; ValueError where one of the two ends before the other."""
+    prompts, one = _unwrapped(prompts), _for_all(params)
+    prompts = [prompts] if _is_one(prompts) else prompts
+    return _in_step(prompts, params) if one is None else zip(prompts, repeat(one))
+
+
+def _in_step(prompts: Iterable[Any], params: Iterable[SamplingParams]) -> Iterator[tuple[Any, SamplingParams]]:
     end: Any = object()
     for index, (prompt, item) in enumerate(zip_longest(prompts, params, fillvalue=end)):
         if prompt is end or item is end:
             more, fewer = ("sampling_params", "prompts") if prompt is end else ("prompts", "sampling_params")
             raise ValueError(f"there are only {index} {fewer}, but more {more}; give one for all or one for each")
         yield prompt, item
+
+
+def until_error(items: Iterable[Any]) -> Iterator[Any]:
+    """The items; if reading them fails, the exception comes as the last one."""
+    iterator = chain(items)
+    while True:
+        try:
+            item = next(iterator)
+        except StopIteration:
+            return
+        except Exception as error:
+            yield error
+            return
+        yield item
 
 
 def groups(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
@@ -167,22 +202,15 @@ class InputProcessor:
 
 def as_conversations(messages: Any) -> list[Any]:
     """One conversation (a list of messages) or many -> a list of conversations."""
-    many = list(messages)
+    many = list(messages) if isinstance(messages, Iterable) else [messages]
     return [many] if many and isinstance(many[0], Mapping) else many
-
-
-def check_unicode(text: str, name: str) -> None:
-    """ValueError if the text holds half of a surrogate pair, which no tokenizer takes."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{name} is not valid Unicode: {error}; repair the text") from None
 
 
 def _plain_messages(messages: Any, name: str) -> list[dict[str, Any]]:
     """Checked copies as templates want them: text parts joined by newlines, arguments of tool calls parsed.
 
-    ValueError unless `messages` is a non-empty list of {"role": ..., "content": text or text parts}.
+    ValueError unless `messages` is a non-empty list of {"role": ..., "content": text or text parts}; only an assistant
+    that calls tools may have said nothing.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(f"{name} is {messages!r}; it must be a non-empty list of messages")
@@ -194,6 +222,8 @@ def _plain_message(message: Any, name: str) -> dict[str, Any]:
         raise ValueError(f"{name} is {message!r}; it must be a dict with a 'role' and a 'content'")
     plain = dict(message)
     content, calls = message.get("content"), message.get("tool_calls")
+    if content is None and not (message["role"] == "assistant" and calls):
+        raise ValueError(f"{name} has no content; give it a text (only an assistant's with tool_calls may lack it)")
     if content is not None and not isinstance(content, str | list):
         raise ValueError(f"{name} has the content {content!r}; it must be a text or a list of text parts")
     if isinstance(content, list):
@@ -245,4 +275,4 @@ def _is_list(value: Any) -> bool:
     """Whether it may be a list of token ids: a sequence that is no text, or a vector of numpy or torch."""
     if hasattr(value, "tolist"):
         return isinstance(value.tolist(), list)
-    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    return isinstance(value, Sequence) and not isinstance(value, str | BYTES)

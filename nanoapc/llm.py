@@ -11,9 +11,9 @@ step for everybody and puts finished outputs where their callers find them.
 from __future__ import annotations
 
 import os
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -26,8 +26,16 @@ from nanoapc.engine.metrics import Metrics
 from nanoapc.engine.request import Request, make_output
 from nanoapc.engine.sequence import Sequence as EngineSequence
 from nanoapc.fair_lock import FairLock
-from nanoapc.inputs import PromptType, as_conversations, as_prompt_list, groups, pair_as_they_come, pair_params
-from nanoapc.outputs import RequestOutput
+from nanoapc.inputs import (
+    PromptType,
+    as_conversations,
+    as_prompt_list,
+    groups,
+    pair_as_they_come,
+    pair_params,
+    until_error,
+)
+from nanoapc.outputs import RequestOutput, warn_of_errors
 from nanoapc.sampling_params import SamplingParams
 
 
@@ -39,6 +47,7 @@ class _Call:
         self.pending: dict[str, Request] = {}
         self.finished: deque[RequestOutput] = deque()
         self.error: BaseException | None = None  # what ended a step of another caller, and our requests with it
+        self.left = False  # its caller has gone
 
     @property
     def unfinished(self) -> bool:
@@ -63,6 +72,7 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **arguments: Any):
         self.engine = Engine(EngineConfig.from_arguments(model, **arguments))
         self.inputs = self.engine.inputs
+        weakref.finalize(self, self.engine.close)  # what is to be written at the end is, also without `close`
         self._lock = FairLock()
         self._calls: list[_Call] = []
         self._steps = _Call()
@@ -87,13 +97,15 @@ class LLM:
 
         Raises:
             ValueError: a prompt or a parameter does not work (it names the index); nothing has run then.
+
+        A request whose own parameters leave it no token id ends alone, with what it has: finish_reason "error".
         """
         if lora_request is not None:
             raise ValueError(
                 f"lora_request={lora_request!r}: LoRA adapters are not supported; merge it into the weights"
             )
         raw = as_prompt_list(prompts)
-        params = pair_params(raw, sampling_params, SamplingParams())
+        params = pair_params(raw, sampling_params)
         self._verify(params)
         with tqdm(total=len(raw), desc="Tokenizing", disable=not use_tqdm, leave=False) as bar:
             ready = self.inputs.prompts(raw, progress=bar.update)
@@ -144,6 +156,7 @@ class LLM:
             for output in self._serve(call):
                 outputs[output.index] = output
                 speed.count(output)
+        warn_of_errors([output for output in outputs if output is not None])
         return outputs  # type: ignore[return-value]
 
     # -- streams -----------------------------------------------------------------------------------------
@@ -159,19 +172,14 @@ class LLM:
         exist at once, however many prompts there are. Each such window runs in prefix order. A bad prompt is a
         ValueError once everything before it has been yielded.
         """
-        prompts = as_prompt_list(prompts) if isinstance(prompts, str | bytes | Mapping) else prompts
-        if sampling_params is None or isinstance(sampling_params, SamplingParams):
-            pairs: Iterable[Any] = zip(prompts, repeat(sampling_params or SamplingParams()))
-        else:
-            pairs = pair_as_they_come(prompts, sampling_params)
         call = _Call()
-        call.source = self._windows(pairs, call)
+        call.source = self._windows(pair_as_they_come(prompts, sampling_params), call)
         return self._serve(call)
 
     def _windows(self, pairs: Iterable[tuple[Any, SamplingParams]], call: _Call) -> Iterator[list[EngineSequence]]:
         """Reads the pairs window by window; what precedes a bad one still runs before its error is raised."""
         index = 0
-        for window in groups(_until_error(pairs), 2 * self.engine.config.max_num_seqs):
+        for window in groups(until_error(pairs), 2 * self.engine.config.max_num_seqs):
             requests, error = self._window(window, index, call)
             with self._lock:
                 sequences = self.engine.prepare(requests)
@@ -201,7 +209,7 @@ class LLM:
             if isinstance(item, BaseException):
                 raise item
         prompts, params = [p for p, _ in window], [s for _, s in window]
-        self._verify(pair_params(prompts, params, SamplingParams(), index), index)
+        self._verify(pair_params(prompts, params, index), index)
         ready = self.inputs.prompts(prompts, index)
         return [Request("", index + i, *pair, call=call) for i, pair in enumerate(zip(ready, params, strict=True))]
 
@@ -252,11 +260,18 @@ class LLM:
                     call.finished.clear()
                 yield from done
         finally:
-            with self._lock:
-                self._calls.remove(call)
-                if self.engine.dead is None:
-                    self.engine.abort(call.pending.values())
-                call.pending.clear()
+            call.left = True
+            if not self._lock.is_mine:  # a stream may be collected anywhere, even inside a step of this thread
+                with self._lock:
+                    self._drop_left()
+
+    def _drop_left(self) -> None:
+        """Ends the calls whose callers have gone (the lock is held, no step runs)."""
+        for call in [call for call in self._calls if call.left]:
+            self._calls.remove(call)
+            if self.engine.dead is None:
+                self.engine.abort(call.pending.values())
+            call.pending.clear()
 
     def _feed(self, call: _Call) -> None:
         """Keeps enough sequences waiting; the lock is not held while the caller's iterable is read."""
@@ -274,6 +289,7 @@ class LLM:
 
     def _step(self, caller: _Call) -> None:
         """One step for everybody, run by `caller` (the lock is held)."""
+        self._drop_left()
         if caller.error is not None:
             error, caller.error = caller.error, None
             self._check_open()
@@ -282,6 +298,7 @@ class LLM:
             for request in self.engine.step():
                 request.call.finished.append(make_output(request, self.engine.tokenizer))
                 request.call.pending.pop(request.request_id, None)
+                request.sequences.clear()  # they refer to it: a circle, which is freed late
         except BaseException as error:
             self.engine.abort_all()  # there is nothing left, unless it was no step of the engine that has failed
             for call in (*self._calls, self._steps):
@@ -298,9 +315,7 @@ class LLM:
                 continue
             checked.add(id(item))
             try:
-                item.verify(self.inputs.num_valid_ids, self.engine.tokenizer is not None)
-                if item.bad_words:
-                    item.bad_words_ids(self.engine.tokenizer)
+                item.verify(self.inputs.num_valid_ids, self.engine.tokenizer)
             except ValueError as error:
                 raise ValueError(f"sampling_params of prompt {first_index + i}: {error}") from None
 
@@ -315,6 +330,12 @@ class LLM:
         with self._lock:
             self._check_open()
             return self.engine.reset_prefix_cache()
+
+    def save_prefix_cache(self) -> int:
+        """Writes the cached prefixes to prefix_cache_file now, not only in `close`; returns the number of blocks."""
+        with self._lock:
+            self._check_open()
+            return self.engine.save_prefix_cache()
 
     def prefix_cache_stats(self) -> dict[str, float]:
         """The numbers of `metrics` as a plain dict, with "hit_rate"."""
@@ -362,6 +383,8 @@ class LLM:
             self.engine.close()
 
     def _check_open(self) -> None:
+        if self.engine.process != os.getpid():
+            raise RuntimeError("this LLM belongs to the process that was forked; make one in each process")
         if self.engine.dead is not None:
             raise RuntimeError(self.engine.dead)
 
@@ -392,17 +415,3 @@ class _Speed:
                 refresh=False,
             )
         self.bar.update(1)
-
-
-def _until_error(items: Iterable[Any]) -> Iterator[Any]:
-    """The items; if reading them fails, the exception comes as the last one."""
-    iterator = chain(items)
-    while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:
-            yield error
-            return
-        yield item

@@ -6,11 +6,16 @@ Invariant: plain host data. `outputs[i].logprobs[t]` belongs to `outputs[i].toke
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-FinishReason = Literal["stop", "length", "abort"]
+logger = logging.getLogger(__name__)
+
+MAX_NAMED = 20
+"""Prompts that a warning names."""
+FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,9 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # sum of the chosen tokens' log-probs, if log-probs were asked for
     logprobs: list[dict[int, Logprob]] | None = None  # per token: k or k + 1 entries, always with the chosen id
     finish_reason: FinishReason | None = None  # "stop": a stop string or token, or an end-of-sequence id;
-    # "length": max_tokens or no room; "abort"
-    stop_reason: str | int | None = None  # the stop string or stop token id; None for an end-of-sequence id
+    # "length": max_tokens or no room; "abort"; "error": the request's own parameters left no token id to choose
+    stop_reason: str | int | None = None  # the stop string or stop token id (None for an end-of-sequence id), or what
+    # the error is
 
 
 @dataclass(frozen=True)
@@ -58,6 +64,20 @@ class RequestOutput:
     num_cached_tokens: int = 0  # how many prompt tokens were found in the prefix cache
     index: int = 0  # the place of the prompt in the call's list (`stream` yields in another order)
     metrics: RequestMetrics | None = None
+
+    @property
+    def error(self) -> str | None:
+        """What ended the first of the outputs that ended with an error; None if none did."""
+        return next((str(output.stop_reason) for output in self.outputs if output.finish_reason == "error"), None)
+
+
+def warn_of_errors(outputs: Sequence[RequestOutput]) -> None:
+    """Logs which of a call's prompts ended with an error, if any did: nobody looks at each finish reason."""
+    errors = [f"prompt {output.index}: {output.error}" for output in outputs if output.error is not None]
+    if errors:
+        more = f"; and {len(errors) - MAX_NAMED} more" if len(errors) > MAX_NAMED else ""
+        named = "; ".join(errors[:MAX_NAMED])
+        logger.warning("%d of %d prompts ended with an error: %s%s", len(errors), len(outputs), named, more)
 
 
 def logprob_entries(

@@ -15,7 +15,10 @@ from typing import Any, Protocol
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: the best token has practically all of the probability."""
-FLOAT32_MAX = 3.4e38
+MAX_NUMBER = 1e30
+"""Of any parameter: in float32, logits with a bias stay finite when penalties act on them."""
+MAX_N = 2**14
+"""Outputs per prompt: as in vLLM, so that a mistyped number is an error and not a full memory."""
 
 
 class Encoder(Protocol):
@@ -37,7 +40,7 @@ class SamplingParams:
     n: int = 1  # outputs per prompt; output 0 equals that of n=1, the others have seeds derived from `seed`
     presence_penalty: float = 0.0  # [-2, 2]: subtracted from the logit of each id that the output holds
     frequency_penalty: float = 0.0  # [-2, 2]: subtracted once per occurrence of the id in the output
-    repetition_penalty: float = 1.0  # > 0: divides positive, multiplies negative logits of prompt and output ids
+    repetition_penalty: float = 1.0  # >= 1e-6: divides positive, multiplies negative logits of prompt and output ids
     temperature: float = 1.0  # >= 0; below 1e-5 it is greedy
     top_p: float = 1.0  # (0, 1]: keep the smallest set of best ids whose probability reaches it
     top_k: int = 0  # keep the k best ids; 0 and -1 keep all
@@ -66,20 +69,23 @@ class SamplingParams:
                 self._set(item.name, CHECKS[kind](item.name, value))
         self._set("top_k", max(0, self.top_k))
         self._set("seed", None if self.seed == -1 else self.seed)
-        if self.skip_reading_prefix_cache is None:
-            self._set("skip_reading_prefix_cache", self.prompt_logprobs is not None)
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
         if self.allowed_token_ids == ():
             raise _error("allowed_token_ids", [], "at least one id, or None for all")
         if self.stop and not self.detokenize:
             raise _error("stop", self.stop, "none while detokenize=False, because they are found in the text")
-        if self.prompt_logprobs is not None and not self.skip_reading_prefix_cache:
+        if self.prompt_logprobs is not None and self.skip_reading_prefix_cache is False:
             remedy = "True (or None) with prompt_logprobs, which need all logits of the prompt"
             raise _error("skip_reading_prefix_cache", False, remedy)
 
     def _set(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # the instance is frozen for everybody else
+
+    @property
+    def skips_cache(self) -> bool:
+        """Whether the prompt is computed anew, whatever the prefix cache holds."""
+        return bool(self.skip_reading_prefix_cache) or self.prompt_logprobs is not None
 
     @property
     def is_greedy(self) -> bool:
@@ -91,7 +97,17 @@ class SamplingParams:
         """Whether the logits depend on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
-    def verify(self, num_valid_ids: int, tokenizer_present: bool) -> None:
+    def exclusion(self, num_output_tokens: int) -> str:
+        """What to say when these parameters exclude every id after so many output tokens."""
+        acting = {
+            "allowed_token_ids": self.allowed_token_ids is not None,
+            "bad_words": bool(self.bad_words),
+            "min_tokens": num_output_tokens < self.min_tokens,
+        }
+        names = " and ".join(name for name, acts in acting.items() if acts)
+        return f"{names} leave no token id to choose for output token {num_output_tokens + 1}; loosen them"
+
+    def verify(self, num_valid_ids: int, tokenizer: Encoder | None) -> None:
         """Check against a model that emits the ids below num_valid_ids; ValueError if something cannot be."""
         ids: tuple[tuple[str, Iterable[int] | None], ...] = (
             ("logit_bias", self.logit_bias),
@@ -106,8 +122,14 @@ class SamplingParams:
             if count is not None and count > num_valid_ids:
                 raise _error(name, count, f"at most {num_valid_ids}, the size of the vocabulary")
         for name, strings in (("stop", self.stop), ("bad_words", self.bad_words)):
-            if strings and not tokenizer_present:
+            if strings and tokenizer is None:
                 raise _error(name, strings, "only with a tokenizer; without one use token ids")
+        excluded = set(self.stop_token_ids if self.min_tokens else ())
+        if tokenizer is not None:
+            excluded.update(ids[0] for ids in self.bad_words_ids(tokenizer) if len(ids) == 1)
+        if self.allowed_token_ids is not None and excluded.issuperset(self.allowed_token_ids):
+            remedy = "at least one id that bad_words and min_tokens do not exclude"
+            raise _error("allowed_token_ids", self.allowed_token_ids, remedy)
 
     def bad_words_ids(self, tokenizer: Encoder) -> list[tuple[int, ...]]:
         """The token sequences of the bad words: each as it stands, and without and with a space before it.
@@ -138,10 +160,10 @@ def _integer(name: str, value: Any) -> int:
 
 
 def _number(name: str, value: Any) -> float:
-    """A Python or numpy number (bool is none), finite in float32 and as NUMBERS says -> float."""
+    """A Python or numpy number (bool is none), at most MAX_NUMBER in size and as NUMBERS says -> float."""
     allowed, test = NUMBERS.get(name, ("", lambda x: True))
     is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number or not -FLOAT32_MAX < value < FLOAT32_MAX or not test(float(value)):
+    if not is_number or not -MAX_NUMBER <= value <= MAX_NUMBER or not test(float(value)):
         raise _error(name, value, f"a finite number {allowed}".rstrip())
     return float(value)
 
@@ -154,14 +176,19 @@ def _flag(name: str, value: Any) -> bool:
 
 def _strings(name: str, value: Any) -> tuple[str, ...]:
     items = _items(name, (value,) if isinstance(value, str) else value, "a string or a sequence of strings")
-    if not all(isinstance(item, str) and item and _is_unicode(item) for item in items):
-        raise _error(name, value, "strings that are not empty, without halves of surrogate pairs")
+    if not all(isinstance(item, str) and item for item in items):
+        raise _error(name, value, "strings that are not empty")
+    for item in items:
+        check_unicode(item, name)
     return items
 
 
-def _is_unicode(text: str) -> bool:
-    """False with half of a surrogate pair, which JSON can hold, and no tokenizer takes or makes."""
-    return not any("\ud800" <= char <= "\udfff" for char in text)
+def check_unicode(text: str, name: str) -> None:
+    """ValueError if the text holds half of a surrogate pair, which JSON can hold, and no tokenizer takes or makes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{name} is not valid Unicode: {error}; repair the text") from None
 
 
 def _token_ids(name: str, value: Any) -> tuple[int, ...]:
@@ -182,7 +209,7 @@ def _bias(name: str, value: Any) -> dict[int, float] | None:
         raise _error(name, value, "a mapping from token id to number")
     bias: dict[int, float] = {}
     for key, amount in value.items():
-        is_text = isinstance(key, str) and key.isascii() and key.isdigit()
+        is_text = isinstance(key, str) and key.isascii() and key.isdigit() and len(key) < 20
         token_id = _integer(name, int(key) if is_text else key)
         if token_id in bias:
             raise _error(name, key, "each token id once")
@@ -190,12 +217,12 @@ def _bias(name: str, value: Any) -> dict[int, float] | None:
     return bias or None
 
 
-INTEGERS = {"n": (1, None), "top_k": (-1, None), "seed": (-(2**63), 2**63 - 1), "max_tokens": (1, None)}
+INTEGERS = {"n": (1, MAX_N), "top_k": (-1, None), "seed": (-(2**63), 2**63 - 1), "max_tokens": (1, None)}
 """The least and the greatest value; where nothing is said, 0 and none."""
 NUMBERS: dict[str, tuple[str, Callable[[float], bool]]] = {
     "presence_penalty": ("in [-2, 2]", lambda x: -2 <= x <= 2),
     "frequency_penalty": ("in [-2, 2]", lambda x: -2 <= x <= 2),
-    "repetition_penalty": ("above 0 (1 is off)", lambda x: x > 0),
+    "repetition_penalty": ("of at least 1e-6 (1 is off)", lambda x: x >= 1e-6),
     "temperature": ("of at least 0 (0 is greedy)", lambda x: x >= 0),
     "top_p": ("in (0, 1] (1 is off)", lambda x: 0 < x <= 1),
     "min_p": ("in [0, 1] (0 is off)", lambda x: 0 <= x <= 1),

@@ -15,7 +15,7 @@ import pytest
 from nanoapc.kernels import cpu
 
 ROOT = Path(__file__).parent.parent
-PROGRAM = "from nanoapc.kernels.cpu import cpu_kernels; print(cpu_kernels().name)"
+PROGRAM = "from nanoapc.kernels.cpu import cpu_kernels; print(cpu_kernels().name.partition(' ')[0])"
 
 
 @pytest.fixture(scope="module")
@@ -44,10 +44,10 @@ def compiler(library: Path, tmp_path: Path) -> Path:
     return script
 
 
-def start(cache: Path, compiler: Path | str, **environment: str) -> subprocess.Popen[str]:
+def start(cache: Path, compiler: Path | str, program: str = PROGRAM, **environment: str) -> subprocess.Popen[str]:
     env = {**os.environ, "PYTHONPATH": str(ROOT), "NANOAPC_CACHE": str(cache), "CXX": str(compiler), **environment}
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
 
 
@@ -83,6 +83,16 @@ def test_processes_that_compile_at_once_do_not_disturb_each_other(compiler: Path
     processes = [start(cache, compiler) for _ in range(3)]
     assert [finish(process) for process in processes] == [("cpu", "")] * 3
     assert len(list(cache.iterdir())) == 1
+
+
+def test_threads_that_need_the_library_at_once_get_one(compiler: Path, tmp_path: Path) -> None:
+    program = (
+        "from concurrent.futures import ThreadPoolExecutor as Pool; from nanoapc.kernels.cpu import cpu_kernels\n"
+        "print({kernels.result().name for kernels in [Pool(4).submit(cpu_kernels) for _ in range(4)]})"
+    )
+    name, warning = finish(start(tmp_path / "cache", compiler, program))
+    assert name.startswith("{'cpu") and "," not in name and not warning
+    assert uses(compiler) == 1
 
 
 def test_a_cache_that_cannot_be_written_costs_a_warning_only(compiler: Path, tmp_path: Path) -> None:

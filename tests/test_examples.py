@@ -98,3 +98,10 @@ def test_forest(capsys: pytest.CaptureFixture[str]) -> None:
     assert on < off / 2 and none == 0 and shared == 3  # the system prompt, and the two documents
     assert "the outputs are the same: True" in text
     assert text.count("|-- 32 blocks") == 3
+
+
+def test_the_next_process(capsys: pytest.CaptureFixture[str]) -> None:
+    text = lesson("09_next_process", capsys, "--sentences", "10")
+    (first, total), (second, _) = numbers(r"(\d+) of (\d+) prompt tokens computed", text)
+    assert first > total / 4 and second < 4 * 16
+    assert "The same texts: True" in text

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +29,7 @@ from transformers import PreTrainedModel
 from nanoapc import LLM, RequestOutput, SamplingParams
 from nanoapc.engine.block_manager import BlockManager
 from nanoapc.engine.block_pool import BlockPool, FreeBlockQueue
+from nanoapc.engine.model_runner import ModelRunner
 from nanoapc.engine.request import Request
 from nanoapc.engine.scheduler import Scheduler
 from nanoapc.engine.sequence import SequenceTable
@@ -67,6 +71,17 @@ class TestParity:
             assert completion.text == tiny_tokenizer().decode(text_ids, skip_special_tokens=True)
             ended += stopped
         assert 0 < ended < 8
+
+    @pytest.mark.parametrize("in_files", [0, [0, 5], None])
+    def test_the_tokenizers_end_of_text_ends_a_text_too(self, in_files: Any, tmp_path: Path, make_llm: MakeLLM) -> None:
+        make_tiny_model(tmp_path, eos_token_id=in_files)  # the tokenizer's is 2
+        ended = SamplingParams(temperature=0, max_tokens=9, logit_bias={2: 100})
+        params = [ended, replace(ended, min_tokens=3), replace(ended, ignore_eos=True)]
+        for options, lengths in (({}, [1, 4, 9]), ({"skip_tokenizer_init": True}, [9, 9, 9])):
+            outputs = [o.outputs[0] for o in run(make_llm(tmp_path, **options), [random_ids(5)] * 3, params)]
+            assert [len(output.token_ids) for output in outputs] == lengths
+            reasons = ["stop" if options == {} and i < 2 else "length" for i in range(3)]
+            assert [output.finish_reason for output in outputs] == reasons
 
 
 class TestPrompts:
@@ -118,9 +133,14 @@ class TestPrompts:
         with pytest.raises(ValueError, match=message):
             run(make_llm(), ["a", prompt, "b"])
 
-    def test_bytes_are_no_token_ids(self, make_llm: MakeLLM) -> None:
-        with pytest.raises(ValueError, match="prompt 0 is b'bytes'; it must be"):
-            run(make_llm(), b"bytes")  # type: ignore[arg-type]
+    @pytest.mark.parametrize("prompts", [b"bytes", bytearray(b"bytes"), None, 5, np.array(5), Path("prompts.txt")])
+    def test_what_is_neither_a_prompt_nor_many_is_named(self, prompts: Any, make_llm: MakeLLM) -> None:
+        with pytest.raises(ValueError, match=r"prompt 0 is .*; it must be"):
+            run(make_llm(), prompts)
+        with pytest.raises(ValueError, match=r"prompt 1 is .*; it must be"):
+            run(make_llm(), ["a", prompts])
+        with pytest.raises(ValueError, match=r"prompt 0 is .*; it must be"):
+            list(make_llm().stream(prompts))
 
     def test_the_callers_objects_are_left_alone(self, make_llm: MakeLLM) -> None:
         llm, ids = make_llm(), random_ids(9)
@@ -165,6 +185,8 @@ class TestParams:
         for params, message in (
             ([greedy(), greedy()], "there are 3 prompts but 2 sampling_params"),
             ([], "there are 3 prompts but 0 sampling_params"),
+            ({"max_tokens": 5}, "sampling_params is {'max_tokens': 5}; it must be"),
+            (SamplingParams, "sampling_params is <class"),
             ([greedy(), {"max_tokens": 5}, greedy()], r"sampling_params\[1\] is {'max_tokens': 5}"),
             ([greedy(), greedy(), greedy(stop_token_ids=[320])], "sampling_params of prompt 2: stop_token_ids=320"),
             ([greedy(), greedy(logit_bias={400: 1}), greedy()], "sampling_params of prompt 1: logit_bias=400"),
@@ -684,6 +706,84 @@ class TestInterruption:
         assert not llm.has_unfinished_requests()
         assert_idle(llm)
 
+    @pytest.mark.parametrize("overlap", [False, True])
+    @pytest.mark.parametrize(
+        ("owner", "name"),
+        [
+            (Scheduler, "_running_rows"),
+            (Scheduler, "_index_filled"),
+            (Scheduler, "advance"),
+            (Scheduler, "settle"),
+            (SequenceTable, "append_blocks"),
+            (SequenceTable, "remove"),
+            (BlockManager, "grow_each"),
+            (BlockManager, "match"),
+            (BlockPool, "take"),
+            (FreeBlockQueue, "pop_left"),
+            (ModelRunner, "launch"),
+        ],
+        ids=lambda value: getattr(value, "__name__", value),
+    )
+    def test_a_stream_may_be_collected_in_the_middle_of_a_step(
+        self, owner: type, name: str, overlap: bool, make_llm: MakeLLM, cache_off: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm = make_llm(num_kv_blocks=40, async_scheduling=overlap)
+        prompts = [random_ids(5, seed) for seed in range(6)]
+        stream = llm.stream([random_ids(20, 100 + i) for i in range(8)], [greedy(1)] + [greedy(30)] * 7)
+        next(stream)
+        method, calls = getattr(owner, name), 0
+
+        def collected(*arguments: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            result = method(*arguments)
+            if calls == 3:
+                stream.close()  # type: ignore[attr-defined]
+            return result
+
+        monkeypatch.setattr(owner, name, collected)
+        assert token_ids(run(llm, prompts, max_tokens=12)) == token_ids(run(cache_off, prompts, max_tokens=12))
+        assert calls >= 3
+        assert_idle(llm)
+
+
+class TestSurroundings:
+    def test_pytorchs_default_dtype_does_not_matter(self, make_llm: MakeLLM) -> None:
+        params = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {5: 1.0}, "logprobs": 2}
+        expected = run(make_llm(), [random_ids(9)], **params)
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            outputs = run(make_llm(), [random_ids(9)], **params)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert token_ids(outputs) == token_ids(expected)
+        assert outputs[0].outputs[0].logprobs == expected[0].outputs[0].logprobs
+
+    def test_pytorchs_default_device_does_not_matter(self, make_llm: MakeLLM) -> None:
+        params = SamplingParams(seed=1, max_tokens=5, top_k=20, min_p=0.01, presence_penalty=0.5, logprobs=2)
+        prompts = [random_ids(9)]
+        expected = run(make_llm(), prompts, params)
+        with torch.device("meta"):
+            outputs = run(make_llm(), prompts, params)
+        assert token_ids(outputs) == token_ids(expected)
+
+    def test_a_forked_child_is_told_that_it_cannot_use_it(self, model_dir: Path, tmp_path: Path) -> None:
+        program = (
+            "import os, sys; from nanoapc import LLM, SamplingParams as S\n"
+            "llm = LLM(sys.argv[1], max_model_len=64, block_size=4, prefix_cache_file=sys.argv[2])\n"
+            "llm.generate([[5] * 9], S(max_tokens=1), use_tqdm=False)\n"
+            "if os.fork() == 0:\n"
+            "    try: llm.generate([[5] * 9], use_tqdm=False)\n"
+            "    except RuntimeError as error: print(error, flush=True)\n"
+            "    llm.close(); sys.exit(int(os.path.exists(sys.argv[2])))  # the file is the parent's to write\n"
+            "sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))"
+        )
+        command = [sys.executable, "-c", program, str(model_dir), str(tmp_path / "prefixes")]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert process.returncode == 0, process.stderr
+        assert "make one in each process" in process.stdout
+        assert (tmp_path / "prefixes").exists()
+
 
 class TestChat:
     def test_one_conversation_or_many(self, make_llm: MakeLLM) -> None:
@@ -727,10 +827,15 @@ class TestChat:
         ("messages", "message"),
         [
             ("hello", "conversation 0 is 'h'; it must be a non-empty list of messages"),
+            (None, "conversation 0 is None; it must be"),
             ([MESSAGES, []], r"conversation 1 is \[\]"),
             ([MESSAGES, ["hello"]], "message 0 of conversation 1 is 'hello'; it must be a dict"),
             ([{"content": "no role"}], "message 0 of conversation 0"),
             ([*MESSAGES, {"role": 5, "content": "x"}], "message 1 of conversation 0"),
+            ([*MESSAGES, {"role": "user"}], "message 1 of conversation 0 has no content; give it a text"),
+            ([MESSAGES, [{"role": "system", "content": None}]], "message 0 of conversation 1 has no content"),
+            ([{"role": "tool", "tool_calls": [{}]}], "message 0 of conversation 0 has no content"),
+            ([*MESSAGES, {"role": "assistant", "tool_calls": []}], "message 1 of conversation 0 has no content"),
             ([{"role": "user", "content": ["x"]}], "has a content part of type 'str'; only text is supported"),
         ],
     )

@@ -297,6 +297,30 @@ class TestReplaceWeights:
             replace_weights(model, tensors.items())
         assert torch.equal(forward_logits(model, IDS), before)
 
+    @pytest.mark.parametrize(
+        "change",
+        [
+            lambda tensor: tensor.to(torch.int64),
+            lambda tensor: tensor.to(torch.float8_e4m3fn),  # its scale would be lost
+            lambda tensor: tensor.to("meta"),
+            lambda tensor: tensor.to_sparse(),
+            lambda tensor: tensor.numpy(),
+            lambda tensor: None,
+        ],
+        ids=["int64", "float8", "meta", "sparse", "numpy", "None"],
+    )
+    def test_what_is_no_plain_tensor_of_floats_changes_nothing(self, change: Any, tmp_path: Path) -> None:
+        save(tmp_path)
+        model = load_tiny(tmp_path)
+        before = forward_logits(model, IDS)
+        tensors = dict(make_tiny_model(tmp_path / "other", seed=1, tokenizer=False).state_dict())
+        tensors["model.norm.weight"] = change(tensors["model.norm.weight"])
+        with pytest.raises(
+            ValueError, match=r"model\.norm\.weight must be a dense tensor of floats .* with data, not "
+        ):
+            replace_weights(model, tensors.items())
+        assert torch.equal(forward_logits(model, IDS), before)
+
 
 class TestResolveModel:
     def test_a_directory_is_taken_as_it_is(self, tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import subprocess
 import sys
 import tempfile
@@ -25,8 +24,9 @@ from typing import Any
 import torch
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tools")]
 
+from gpu_check_report import Report  # noqa: E402
 from tiny_models import FAMILIES, make_tiny_model, random_ids  # noqa: E402
 
 import bench  # noqa: E402
@@ -35,16 +35,12 @@ from nanoapc import LLM, SamplingParams  # noqa: E402
 bench.SHAPES["tiny"] = ("Qwen3ForCausalLM", 512, 64, 96, 2, 4, 2, 16, True)
 
 
-class Check:
-    """Device, sizes and results of one run, kept in the file `json`. `tiny` divides the sizes for a dry run."""
+class Check(Report):
+    """One run; its models are made in `folder`."""
 
-    def __init__(self, dry: bool, folder: Path, json: Path | None = None):
-        self.device, self.folder, self.dry = "cpu" if dry else "cuda", folder, dry
-        self.tiny = 32 if dry else 1
-        self.json = json
-        self.figures: dict[str, dict[str, float]] = {}
-        self.failures: list[str] = []
-        self.copy_rate = float("nan")
+    def __init__(self, dry: bool, folder: Path, path: Path | None = None):
+        super().__init__(dry, path)
+        self.folder = folder
 
     def llm(self, model: str | Path, **options: Any) -> LLM:
         """An LLM; a preset's name gives a real shape (tiny in a dry run) with random weights."""
@@ -61,23 +57,6 @@ class Check:
         if self.dry:
             options.setdefault("num_kv_blocks", 512)
         return LLM(model, device=self.device, **options)
-
-    def expect(self, name: str, passed: bool) -> None:
-        print(f"{'ok  ' if passed else 'FAIL'} {name}", flush=True)
-        if not passed:
-            self.failures.append(name)
-
-    def note(self, name: str, **values: float) -> None:
-        rounded = {key: float(f"{value:.4g}") for key, value in values.items()}
-        self.figures[name] = rounded
-        print(f"     {name:<42}", "  ".join(f"{key} {value:g}" for key, value in rounded.items()), flush=True)
-        self.save()  # whatever happens to the rest
-
-    def save(self) -> None:
-        if self.json is not None:
-            name = torch.cuda.get_device_name() if self.device == "cuda" else "none"
-            about = {"device": name, "torch": torch.__version__, "failures": self.failures}
-            self.json.write_text(json.dumps({**about, "figures": self.figures}, indent=1))
 
     def synchronize(self) -> None:
         if self.device == "cuda":
@@ -127,6 +106,8 @@ def check_same_bits(check: Check) -> None:
         "all, no forest": {"async_scheduling": True, "enable_forest_attention": False},
         "all, chunks": {"async_scheduling": True, "max_num_batched_tokens": 64},
         "all, tight": {"async_scheduling": True, "num_kv_blocks": 96 // (4 if check.dry else 1)},
+        "all, to a file": {"async_scheduling": True, "prefix_cache_file": check.folder / "prefixes"},
+        "all, from a file": {"async_scheduling": True, "prefix_cache_file": check.folder / "prefixes"},
     }
     results = {}
     for name, options in variants.items():
@@ -362,9 +343,7 @@ def main() -> int:
                 if options.dry_run:
                     raise
             print(f"     ({part.__name__}: {time.perf_counter() - started:.0f} s)", flush=True)
-        check.save()
-    print(f"{len(check.failures)} failed: {check.failures}" if check.failures else "all checks passed")
-    return bool(check.failures)
+    return check.finish()
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ operations against a large matrix product on random data. Caches are flushed bet
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -22,6 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 import triton
+from gpu_check_report import Report
 from torch import Tensor
 
 from nanoapc.engine.attention_plan import AttentionPlan, AttentionPlanner
@@ -39,19 +39,18 @@ QWEN3_06B = (16, 8, 128)
 LLAMA_1B = (32, 8, 64)
 
 
-class Check:
-    """Device, kernels and results of one run. `tiny` divides the sizes for a dry run."""
+class Check(Report):
+    """One run, with the kernels that it checks."""
 
-    def __init__(self, device: str, tiny: int):
-        self.device, self.tiny = device, tiny
-        self.dtype = torch.bfloat16 if device == "cuda" else torch.float16  # the interpreter's bfloat16 is wrong
+    def __init__(self, dry: bool, path: Path | None = None):
+        super().__init__(dry, path)
+        self.about["triton"] = triton.__version__
+        self.dtype = torch.float16 if dry else torch.bfloat16  # the interpreter's bfloat16 is wrong
         self.kernels, self.deterministic = (
-            cuda_kernels(torch.device("cuda"), fixed) if device == "cuda" else TritonKernels(deterministic=fixed)
+            TritonKernels(deterministic=fixed) if dry else cuda_kernels(torch.device("cuda"), fixed)
             for fixed in (False, True)
         )
-        self.figures: dict[str, Any] = {}
-        self.failures: list[str] = []
-        self.copy_rate = self.matrix_rate = float("nan")
+        self.matrix_rate = float("nan")
 
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(shape, device=self.device).to(self.dtype)
@@ -63,19 +62,9 @@ class Check:
             return time.perf_counter() - started
         return triton.testing.do_bench(run, warmup=10, rep=60, return_mode="median") / 1e3
 
-    def expect(self, name: str, passed: bool, detail: str = "") -> None:
-        print(f"{'ok  ' if passed else 'FAIL'} {name} {detail}", flush=True)
-        if not passed:
-            self.failures.append(name)
-
     def close(self, name: str, out: Tensor, expected: Tensor, limit: float = 1e-2) -> None:
         error = ((out.double() - expected.double()).norm() / expected.double().norm()).item()
         self.expect(name, error < limit, f"relative error {error:.1e}")  # NaN fails
-
-    def note(self, name: str, **values: float) -> None:
-        rounded = {key: float(f"{value:.4g}") for key, value in values.items()}
-        self.figures[name] = rounded
-        print(f"     {name:<42}", "  ".join(f"{key} {value:g}" for key, value in rounded.items()), flush=True)
 
 
 class Step:
@@ -371,7 +360,7 @@ def main() -> int:
     parser.add_argument("--dry-run", action="store_true", help="on the CPU, in Triton's interpreter, tiny")
     options = parser.parse_args()
     torch.manual_seed(time.time_ns() % 2**31)  # fresh numbers: right on any
-    check = Check("cpu" if options.dry_run else "cuda", 32 if options.dry_run else 1)
+    check = Check(options.dry_run, options.json)
     check_attention(check, options.small)
     if not options.small:
         check_elementwise(check)
@@ -385,12 +374,7 @@ def main() -> int:
             measure_sampling,
         ):
             measure(check)
-    if options.json:
-        name = torch.cuda.get_device_name() if check.device == "cuda" else "none"
-        about = {"device": name, "torch": torch.__version__, "triton": triton.__version__}
-        options.json.write_text(json.dumps({**about, "failures": check.failures, "figures": check.figures}, indent=1))
-    print(f"{len(check.failures)} failed: {check.failures}" if check.failures else "all checks passed")
-    return bool(check.failures)
+    return check.finish()
 
 
 if __name__ == "__main__":

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 NEVER = -1
 REMEMBERED_EVICTIONS = 65536
 """Keys of evicted blocks that the pool remembers, to tell why a prompt misses."""
+NEIGHBOURS = 32
+"""Children on each side of a label that are looked at for a part of a block to copy."""
 _label = attrgetter("label")
 
 
@@ -185,12 +187,13 @@ class BlockPool:
         """The cached child of `parent` that agrees with `label` longest, and the number of bytes in common.
 
         Children are sorted, so agreement only falls with the distance from where `label` would stand. Blocks that
-        are filled in this very step are no use as a source and are passed over (in prefix order, they are the nearest).
+        are filled in this very step are no use as a source and are passed over (in prefix order, they are the nearest),
+        but only so many of them: a step may fill hundreds.
         """
         siblings = parent.cached or []
         at = bisect_left(siblings, label, key=_label)
         best: tuple[Block, int] | None = None
-        for side in (range(at - 1, -1, -1), range(at, len(siblings))):
+        for side in (range(at - 1, -1, -1)[:NEIGHBOURS], range(at, len(siblings))[:NEIGHBOURS]):
             for child in map(siblings.__getitem__, side):
                 if child.label[:4] != label[:4]:  # not a token in common, and fewer further out
                     break
@@ -252,10 +255,11 @@ class BlockPool:
 
     def put(self, block: Block, parent: Prefix, key: bytes, label: bytes, step: int) -> Prefix:
         """Files a block that is full (or filled in `step`) under its content; returns the interned Prefix."""
-        prefix = self.find(parent, key, label)
+        first = self.index.get(key)
+        prefix = None if first is None else self.find(parent, key, label)
         if prefix is None:
             prefix = Prefix(parent, label, key)
-            prefix.same_key = self.index.get(key)
+            prefix.same_key = first
             self.index[key] = prefix
             parent.num_children += 1
         if not prefix.blocks:
@@ -326,7 +330,7 @@ class BlockPool:
         for key in reversed(keys):
             count = self.wanted.get(key, 0)
             self.wanted[key] = count + 1
-            if count == 0:
+            if count == 0 and key in self.index:
                 self._requeue(key)
 
     def unwant(self, keys: list[bytes]) -> None:
@@ -335,11 +339,12 @@ class BlockPool:
             count = self.wanted.pop(key) - 1
             if count:
                 self.wanted[key] = count
-            else:
+            elif key in self.index:
                 self._requeue(key)
 
     def _requeue(self, key: bytes) -> None:
-        for prefix in self._chain(self.index.get(key)):
+        """Idle blocks with this key go to the queue that is theirs now."""
+        for prefix in self._chain(self.index[key]):
             for block in prefix.blocks:
                 if block.queue is not None:
                     block.queue.remove(block)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -33,6 +34,7 @@ from nanoapc.engine.kv_memory import MemoryUse, allocate, block_bytes, count_blo
 from nanoapc.engine.metrics import Metrics, MetricsFile, PhaseStats, collect
 from nanoapc.engine.model_runner import InFlight, ModelRunner
 from nanoapc.engine.prefix_order import prefix_order
+from nanoapc.engine.prefix_store import PrefixStore, kv_origin
 from nanoapc.engine.request import Request, make_sequences
 from nanoapc.engine.scheduler import Scheduler
 from nanoapc.engine.sequence import Sequence
@@ -44,7 +46,7 @@ from nanoapc.layers.sampler import Sampler
 from nanoapc.models.checkpoint import resolve_model
 from nanoapc.models.config import ModelConfig
 from nanoapc.models.decoder import CausalLM
-from nanoapc.models.weights import load_model, replace_weights
+from nanoapc.models.weights import WeightsDigest, load_model, replace_weights
 from nanoapc.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -64,10 +66,12 @@ class Engine:
 
     Attributes:
         config, model_config, tokenizer, dtype, device, max_model_len
+        eos_token_ids: what ends a text: the model's and the tokenizer's.
         manager, scheduler, runner
         inputs: makes prompts for this model.
         phases: the steps so far, by phase ("prefill", "decode", "mixed").
         overlap: whether steps are launched ahead.
+        process: the one that it was made in, and runs in.
         dead: None, or why the engine cannot run any more.
     """
 
@@ -75,6 +79,7 @@ class Engine:
 
     def __init__(self, config: EngineConfig):
         self.config = config
+        self.process = os.getpid()
         log_events = configure_logging()
         self.metrics_file = MetricsFile(config.metrics_file) if config.metrics_file else None
         directory = resolve_model(config.model)
@@ -83,6 +88,9 @@ class Engine:
         self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
         self.max_model_len = resolve_max_model_len(config, self.model_config)
         self.tokenizer = load_tokenizer(config, str(directory))
+        # Chat models that were tuned from a base model often name the end of a turn only in their tokenizer.
+        own_eos = getattr(self.tokenizer, "eos_token_id", None)
+        self.eos_token_ids = tuple({*self.model_config.eos_token_ids, *([] if own_eos is None else [own_eos])})
         self.inputs = InputProcessor(self.tokenizer, self.model_config.vocab_size, self.max_model_len)
         self.dead: str | None = None
         self._num_requests = 0
@@ -94,6 +102,7 @@ class Engine:
     def _build(self, directory: str, log_events: bool) -> None:
         config, model_config = self.config, self.model_config
         kernels = select_kernels(self.device, config.deterministic)
+        self._digest = WeightsDigest() if config.prefix_cache_file else None
         model = load_model(
             directory,
             model_config,
@@ -102,6 +111,7 @@ class Engine:
             kernels=kernels,
             max_len=self.max_model_len,
             load_format=config.load_format,
+            digest=self._digest,
         )
         budget = config.max_num_batched_tokens or MAX_BATCHED_TOKENS[self.device.type]
         on_cuda = self.device.type == "cuda"
@@ -115,9 +125,8 @@ class Engine:
         hasher = BlockHasher(config.prefix_caching_hash_algo)
         self.events = self._make_events(directory, num_blocks) if config.trace or log_events else None
         self.manager = BlockManager(num_blocks, config.block_size, hasher, config.enable_prefix_caching, self.events)
-        self.scheduler = Scheduler(
-            self.manager, config.max_num_seqs, budget, self.max_model_len, model_config.eos_token_ids
-        )
+        self.scheduler = Scheduler(self.manager, config.max_num_seqs, budget, self.max_model_len, self.eos_token_ids)
+        self.store = self._open_store(config.prefix_cache_file) if config.prefix_cache_file else None
         if on_cuda and not config.enforce_eager and isinstance(kernels, FixedWorkKernels):
             self.runner.capture_graphs(CudaBackend(), self.scheduler.table.block_table.shape[1])
         # A line of a trace is a step: its events must not mix with those of the next.
@@ -136,6 +145,16 @@ class Engine:
             PinnedTransfer(self.device) if self.device.type == "cuda" else Transfer(),
             config.max_num_seqs,
         )
+
+    def _open_store(self, path: str) -> PrefixStore:
+        """The file of cached prefixes, already read."""
+        kv_memory = self.runner.kv_memory
+        origin = kv_origin(self.model_config, str(self._digest), self.runner.kernels, kv_memory)
+        store = PrefixStore(path, self.manager, kv_memory, origin)
+        store.load()
+        if self.events is not None:
+            self.events.flush()
+        return store
 
     def _measure_memory(self, model: CausalLM, budget: int) -> MemoryUse:
         """What is there for the KV cache on CUDA: runs the largest step, with a cache of one block."""
@@ -172,7 +191,7 @@ class Engine:
                 self._num_sequences,
                 self.max_model_len,
                 seed,
-                self.model_config.eos_token_ids,
+                self.eos_token_ids,
                 self.tokenizer,
             )
             self._num_requests += 1
@@ -271,27 +290,46 @@ class Engine:
         """Forgets all cached prefixes; False (and nothing changes) while requests run."""
         return self.manager.reset()
 
+    def save_prefix_cache(self) -> int:
+        """Writes the cached prefixes to prefix_cache_file; returns the number of blocks."""
+        if self.store is None:
+            raise ValueError("there is no file to save the prefix cache to; name it: LLM(..., prefix_cache_file=...)")
+        # What a step in flight fills is there only if it goes well.
+        return self.store.save(self.manager.step + (self._in_flight is None))
+
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """New weights under the checkpoint's names; cached K/V of the old ones is forgotten."""
         if self.scheduler.has_unfinished:
             raise RuntimeError("weights cannot change while requests are unfinished; wait for them or abort them")
         self._drain()
-        replace_weights(self.runner.model, tensors)
+        replace_weights(self.runner.model, tensors, self._digest)
+        if self.store is not None:
+            self.store.origin["weights"] = str(self._digest)
         if self.runner.graphs is not None:
             self.runner.graphs.capture()  # they hold the addresses of the old ones
         self.reset_prefix_cache()
 
     def close(self) -> None:
         """Drops model and KV memory; afterwards every use is a RuntimeError."""
-        if self.dead is None:
+        if self.dead is None and self.process == os.getpid():  # a forked child leaves the files to its parent
             self.abort_all()
             self._in_flight = None
+            self._save_at_end()
             self.dead = "this LLM is closed; make a new one"
             if self.events is not None:
                 self.events.close()
             if self.metrics_file is not None:
                 self.metrics_file.write(self.metrics())
-            del self.runner
+            del self.runner, self.store
+
+    def _save_at_end(self) -> None:
+        if self.store is not None:
+            try:
+                self.save_prefix_cache()
+            except OSError as error:
+                logger.warning(
+                    "prefix_cache_file %s could not be written, it stays as it was: %s", self.store.path, error
+                )
 
 
 def _device(name: str) -> torch.device:
@@ -312,7 +350,7 @@ def _device(name: str) -> torch.device:
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     """Tokens that a sequence may hold: the config's wish within the model's limit."""
-    limit = model.max_position_embeddings
+    limit = model.max_len
     wanted = limit if config.max_model_len is None else config.max_model_len
     if wanted > limit:
         raise ValueError(f"max_model_len={wanted} is more than the model's own limit of {limit} positions; lower it")

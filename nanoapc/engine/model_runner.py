@@ -37,7 +37,8 @@ PROMPT_LOGPROB_ROWS = 256
 
 @dataclass(frozen=True)
 class StepResult:
-    """token_ids [num_samples] int64 in the order of batch.sample_rows; tiles [num_tiles, 6] that attention ran."""
+    """token_ids [num_samples] int64 in the order of batch.sample_rows, -1 where a sequence's own parameters leave none;
+    tiles [num_tiles, 6] that attention ran."""
 
     token_ids: np.ndarray
     tiles: np.ndarray
@@ -62,7 +63,7 @@ class InFlight:
         """The result. Log-probs are entered into the sequences, except those that have ended meanwhile.
 
         Raises:
-            RuntimeError: the logits of a sequence that goes on leave no token to sample.
+            RuntimeError: the logits of a sequence that goes on are NaN or infinite.
         """
         if self.arrived is not None:
             self.arrived.synchronize()
@@ -71,21 +72,27 @@ class InFlight:
         if self.sampled is None or self.rows is None:
             return StepResult(np.zeros(0, np.int64), self.tiles)
         token_ids = self.sampled.token_ids.numpy()
-        if (token_ids < 0).any():
-            sequences = self.batch.sampled
-            if any(sequences[i].finish_reason is None for i in np.flatnonzero(token_ids < 0).tolist()):
-                self.sampled.to_list()  # it knows what to say
+        for i in np.flatnonzero(token_ids < 0).tolist():
+            _check_excluded(self.batch.sampled[i], self.rows.num_valid_ids)
         if self.sampled.logprobs is not None:
-            pairs = zip(self.batch.sampled, self.rows.num_logprobs, strict=True)
-            asking = [seq for seq, count in pairs if count is not None]
-            for seq, entry in zip(asking, split_logprobs(self.sampled.logprobs), strict=True):
-                if seq.finish_reason is None:
+            rows = zip(self.batch.sampled, token_ids.tolist(), self.rows.num_logprobs, strict=True)
+            asking = [(seq, token_id) for seq, token_id, count in rows if count is not None]
+            for (seq, token_id), entry in zip(asking, split_logprobs(self.sampled.logprobs), strict=True):
+                if seq.finish_reason is None and token_id >= 0:
                     seq.logprobs.append(entry)
         if self.rows.has_edits:
             for seq, token_id in zip(self.batch.sampled, token_ids.tolist(), strict=True):
-                if seq.sampler_state is not None:
+                if seq.sampler_state is not None and token_id >= 0:
                     seq.sampler_state.append(token_id)
         return StepResult(token_ids, self.tiles)
+
+
+def _check_excluded(seq: Sequence, num_valid_ids: int) -> None:
+    """RuntimeError unless a sequence without a token has its own parameters to blame, or has ended anyway."""
+    is_excluded = seq.sampler_state is not None and seq.sampler_state.leaves_none(num_valid_ids)
+    if seq.finish_reason is None and not is_excluded:
+        cause = "its logits are NaN or infinite: the dtype overflows; use dtype='bfloat16' or 'float32'"
+        raise RuntimeError(f"no token can be sampled for prompt {seq.request.index}: {cause}")
 
 
 class ModelRunner:
@@ -161,7 +168,7 @@ class ModelRunner:
             everyone = len(batch.samples) == batch.num_tokens
             logits = self.model.compute_logits(hidden if everyone else hidden[sample_rows])
             sampled = self.sampler.forward(logits, rows)
-            # Where there is no token (-1) `wait` raises, but the next step may run until then.
+            # Where there is no token (-1) the sequence ends, or `wait` raises, but the next step may run until then.
             torch.clamp(sampled.token_ids, min=0, out=self.last_tokens[: len(batch.samples)])
         (sampled, prompt_scores), arrived = self.transfer.fetch((sampled, prompt_scores))
         return InFlight(batch, tiles, rows, sampled, prompt_scores, arrived)

@@ -109,7 +109,7 @@ def _text(seq: Sequence, tokenizer: Any) -> str:
     """The output's text; the token that stopped it is left out unless it is asked for."""
     if tokenizer is None or not seq.params.detokenize:
         return ""
-    if isinstance(seq.stop_reason, str) and seq.detokenizer is not None:
+    if seq.finish_reason == "stop" and isinstance(seq.stop_reason, str) and seq.detokenizer is not None:
         return seq.detokenizer.text
     return output_text(tokenizer, seq.prompt, seq.output_token_ids, seq.params, seq.finish_reason == "stop")
 

@@ -311,8 +311,8 @@ class Scheduler:
         self._unsettled = batch
 
     def settle(self, batch: StepBatch, token_ids: np.ndarray) -> list[Sequence]:
-        """Enters a step's results (token_ids [num_samples], in the order of batch.sample_rows); returns the sequences
-        that have ended, their blocks freed. Steps are settled in their order."""
+        """Enters a step's results (token_ids [num_samples] as in `StepResult`); returns the sequences that have ended,
+        their blocks freed. Steps are settled in their order."""
         table, samples = self.table, batch.samples
         live = table.admission[batch.table_rows[samples]] == batch.admissions[samples]
         if not live.all():
@@ -322,8 +322,8 @@ class Scheduler:
         table.tokens[rows, lengths - 1] = token_ids
         if self._unsettled is batch:
             self._unsettled = None
-        self._count_step(batch, len(live) - len(samples))
-        ended = lengths >= table.length_limit[rows]
+        self._count_step(batch, len(live) - len(samples), int((token_ids >= 0).sum()))
+        ended = (lengths >= table.length_limit[rows]) | (token_ids < 0)
         ended |= (lengths >= table.eos_after[rows]) & (token_ids[:, None] == self._eos).any(axis=1)
         ended |= table.needs_every_token[rows]
         finished = []
@@ -348,14 +348,17 @@ class Scheduler:
         if len(full):
             self._index_last([batch.sequences[i] for i in samples[full].tolist()], rows[full], lengths[full])
 
-    def _count_step(self, batch: StepBatch, num_surplus: int) -> None:
+    def _count_step(self, batch: StepBatch, num_surplus: int, num_generated: int) -> None:
         self.stats.computed_tokens += batch.num_tokens - num_surplus
         self.stats.computed_prompt_tokens += batch.num_prompt_rows
-        self.stats.generated_tokens += len(batch.samples) - num_surplus
+        self.stats.generated_tokens += num_generated
 
     def _ends(self, seq: Sequence, length: int, token_id: int) -> bool:
         """Whether the token, the last of `length`, ends the sequence; sets its finish and stop reason."""
         num_output = length - seq.num_prompt_tokens
+        if token_id < 0:
+            seq.finish_reason, seq.stop_reason = "error", seq.params.exclusion(num_output - 1)
+            return True
         stop_string = seq.detokenizer.append(token_id) if seq.detokenizer is not None else None
         if num_output >= seq.params.min_tokens:
             if not seq.params.ignore_eos and token_id in self._eos:

@@ -82,7 +82,7 @@ class Sequence:
     @property
     def reads_cache(self) -> bool:
         """Whether its prompt may be looked up in the prefix cache."""
-        return not self.params.skip_reading_prefix_cache
+        return not self.params.skips_cache
 
     @property
     def needs_every_token(self) -> bool:
@@ -157,7 +157,8 @@ class SequenceTable:
         self.num_scheduled_tokens[row] = 0
         self.first_writable[row] = first_writable
         self.length_limit[row] = seq.num_prompt_tokens + seq.max_tokens
-        self.eos_after[row] = self.NEVER if seq.params.ignore_eos else seq.num_prompt_tokens + seq.params.min_tokens
+        least = min(seq.params.min_tokens, seq.max_tokens)  # no room for more
+        self.eos_after[row] = self.NEVER if seq.params.ignore_eos else seq.num_prompt_tokens + least
         self.needs_every_token[row] = seq.needs_every_token
         self.needs_last_token[row] = seq.needs_last_token
         self.num_blocks[row] = len(seq.blocks)

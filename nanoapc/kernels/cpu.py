@@ -17,6 +17,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -38,6 +39,9 @@ SOURCES = [Path(__file__).parent / name for name in ("cpu.cpp", *HEADERS)]
 COMPILE_SECONDS = 600
 """A compiler that takes longer is taken for a broken one."""
 
+LOADING = threading.Lock()
+"""The library is loaded once a process, so threads that need it at once compile it once."""
+
 DIGEST_BYTES = 32
 """A library in the cache ends with the SHA-256 of what comes before."""
 
@@ -54,13 +58,14 @@ class CpuKernels:
         RuntimeError: the library cannot be built here; the text holds the compiler's answer.
     """
 
-    name = "cpu"
     max_tile_rows = 128
 
     def __init__(self, matrix_unit: bool = True):
-        load_library()
+        with LOADING:
+            load_library()
         self._ops = torch.ops.nanoapc_cpu
         self.matrix_unit = matrix_unit and bool(self._ops.has_amx())
+        self.name = "cpu with matrix unit" if self.matrix_unit else "cpu"
         self._attention = self._ops.attention.default
         self.rms_norm: Callable[[Tensor, Tensor, float], Tensor] = self._ops.rms_norm.default
         self.add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = (

@@ -34,13 +34,13 @@ class TritonKernels:
             tiles of prefill, and products in the one tile of `fixed_linear` instead of the library's best.
     """
 
-    name = "triton"
     max_tile_rows = 1 << 20  # `TileCutter` cuts them to the shapes it has
 
     def __init__(self, capability: int = 80, num_sms: int = 108, deterministic: bool = False):
         self.capability = capability
         self.num_sms = num_sms
         self.deterministic = deterministic
+        self.name = f"triton sm_{capability}" + ", deterministic" * deterministic
         self.copy_blocks: Callable[[Tensor, Sequence[tuple[int, int, int]]], None] = copy_blocks
         self.rope_and_store: Callable[..., Tensor] = rope_and_store
         self.argmax: Callable[[Tensor], tuple[Tensor, Tensor]] = argmax

@@ -155,7 +155,7 @@ def copy_blocks(kv_memory: Tensor, copies: Sequence[tuple[int, int, int]]) -> No
     """kv_memory [NB, L, 2, Hkv, B, D] contiguous; (source, destination, num_tokens), as if one after the other."""
     block_numel, (block_size, head_dim) = kv_memory[0].numel(), kv_memory.shape[-2:]
     for group in _independent(copies):
-        numbers = upload(torch.tensor(group), kv_memory.device)
+        numbers = upload(torch.tensor(group, device="cpu"), kv_memory.device)
         _copy_kernel[triton.cdiv(block_numel, 2048), len(group)](
             kv_memory, numbers, block_numel, block_size * head_dim, head_dim, 2048, num_warps=4
         )

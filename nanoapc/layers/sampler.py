@@ -72,6 +72,11 @@ class SamplerState:
                 banned.append(last)
         return banned
 
+    def leaves_none(self, num_valid_ids: int) -> bool:
+        """Whether all ids below num_valid_ids are excluded at the next position, whatever the logits are."""
+        allowed = range(num_valid_ids) if self.allowed_ids is None else self.allowed_ids.tolist()
+        return {*self.banned_ids.tolist(), *self.passing_bans()}.issuperset(allowed)
+
 
 def make_state(
     params: SamplingParams,
@@ -139,7 +144,7 @@ class SamplingRows:
 
     def tensor(self, values: Sequence[float], dtype: torch.dtype = torch.int64) -> Tensor:
         """Host values -> a vector on the device."""
-        return upload(torch.tensor(values, dtype=dtype), self.device)
+        return upload(torch.tensor(values, dtype=dtype, device="cpu"), self.device)
 
     def flat(self, ids_of_rows: Sequence[tuple[int, np.ndarray]]) -> Tensor:
         """(row, ids) pairs -> indices row * V + id; ids that cannot be emitted anyway (>= V) are left out."""
@@ -181,7 +186,7 @@ class _Penalties:
         self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=owner.device)
         prompts = owner.flat([(j, state.prompt_ids) for j, state in enumerate(self.states)])
         self.in_prompt.view(-1).index_fill_(0, prompts, True)
-        self.counts = torch.zeros(shape, device=owner.device)  # whole numbers, so sums are exact
+        self.counts = torch.zeros(shape, dtype=torch.float32, device=owner.device)  # whole numbers, so sums are exact
 
     def apply(self, logits: Tensor) -> None:
         """logits [n, V], in place: repetition (prompt and output), then frequency and presence (output)."""
@@ -210,20 +215,8 @@ class TokenLogprobs(NamedTuple):
 class SampledTokens(NamedTuple):
     """A step's result, still on the device."""
 
-    token_ids: Tensor  # [n] int64; -1 where the logits leave no choice
-    peak: Tensor  # [n] float32, the greatest edited logit
+    token_ids: Tensor  # [n] int64; -1 where the edited logits are NaN or infinite, or exclude every id
     logprobs: TokenLogprobs | None  # of the rows with `num_logprobs`, in their order
-
-    def to_list(self) -> list[int]:
-        """token_ids on the host. RuntimeError if a row's logits are NaN or infinite, or exclude every id."""
-        ids: list[int] = self.token_ids.tolist()
-        if min(ids, default=0) < 0:
-            row = ids.index(-1)
-            cause = "are NaN or infinite: the dtype overflows; use dtype='bfloat16' or 'float32'"
-            if self.peak[row].item() == NEG_INF:
-                cause = "exclude every id: loosen allowed_token_ids, bad_words or min_tokens"
-            raise RuntimeError(f"no token can be sampled: the logits of row {row} {cause}")
-        return ids
 
 
 class Sampler:
@@ -246,7 +239,7 @@ class Sampler:
         if rows.logprob_rows.numel():
             asking = rows.logprob_rows
             logprobs = self.gather_logprobs(logits[asking], token_ids[asking], rows.max_logprobs)
-        return SampledTokens(torch.where(peak.isfinite(), token_ids, -1), peak, logprobs)
+        return SampledTokens(torch.where(peak.isfinite(), token_ids, -1), logprobs)
 
     def _draw(self, x: Tensor, peak: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
         """The rows that draw, x [m, V] -> ids [m]. The peak (float32) is taken off first: no temperature overflows."""

@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import xxhash
 from torch import Tensor, nn
 
 from nanoapc.kernels import Kernels
 from nanoapc.layers.linear import Linear
 from nanoapc.layers.norm import RMSNorm
-from nanoapc.models.checkpoint import read_headers, read_tensors, tensor_files
+from nanoapc.models.checkpoint import DTYPES, read_headers, read_tensors, tensor_files
 from nanoapc.models.config import ModelConfig
 from nanoapc.models.decoder import CausalLM
 from nanoapc.models.registry import find_family
@@ -44,6 +45,21 @@ class Destination(NamedTuple):
     shape: tuple[int, ...]
 
 
+class WeightsDigest:
+    """A hash of all weights, taken tensor by tensor as they are read; it depends on no order and no file layout."""
+
+    def __init__(self) -> None:
+        self._digests: dict[str, str] = {}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """A weight under its checkpoint's name; one that was there before is replaced."""
+        data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().data
+        self._digests[name] = xxhash.xxh3_128_hexdigest(data)
+
+    def __str__(self) -> str:
+        return xxhash.xxh3_128_hexdigest(repr(sorted(self._digests.items())).encode())
+
+
 def load_model(
     model_dir: str | Path,
     config: ModelConfig,
@@ -53,6 +69,7 @@ def load_model(
     kernels: Kernels,
     max_len: int,
     load_format: str = "auto",
+    digest: WeightsDigest | None = None,
 ) -> CausalLM:
     """Builds a model and fills it from a directory of safetensors, or with noise (load_format "dummy").
 
@@ -61,6 +78,7 @@ def load_model(
         dtype, device: of weights and activations.
         kernels: the device's functions; they take over the linear layers' weights.
         max_len: the longest sequence in tokens.
+        digest: takes down what is read.
 
     Raises:
         ValueError: files are missing or unreadable; tensors are missing, surplus or of the wrong shape.
@@ -76,24 +94,33 @@ def load_model(
         tensors = read_tensors(files, _check(str(model_dir), config, destinations, shapes))
     else:
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
-    _fill(model, destinations, tensors, dtype, device)
+    _fill(model, destinations, tensors, dtype, device, digest)
     return model
 
 
-def replace_weights(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> None:
+def replace_weights(
+    model: CausalLM, tensors: Iterable[tuple[str, Tensor]], digest: WeightsDigest | None = None
+) -> None:
     """Replaces all weights of a loaded model by (name, tensor) pairs with a checkpoint's names and shapes.
 
     Tensors may have any float dtype and device; the model keeps its own. Nothing changes if this raises.
 
     Raises:
-        ValueError: tensors are missing, surplus or of the wrong shape.
+        ValueError: tensors are missing, surplus, of the wrong shape, or no plain tensors of floats.
     """
     given = dict(tensors)
+    for name, tensor in given.items():
+        plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_meta
+        if not plain or tensor.dtype not in DTYPES.values():
+            kind = (
+                f"{tensor.layout} of {tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor)
+            )
+            raise ValueError(f"{name} must be a dense tensor of floats (16 to 64 bits) with data, not {kind}")
     destinations = _destinations(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
     names = _check("the given weights", model.config, destinations, shapes)
     weight = model.model.embed_tokens.weight
-    _fill(model, destinations, ((name, given[name]) for name in names), weight.dtype, weight.device)
+    _fill(model, destinations, ((name, given[name]) for name in names), weight.dtype, weight.device, digest)
 
 
 def _destinations(model: CausalLM) -> dict[str, Destination]:
@@ -158,6 +185,7 @@ def _fill(
     tensors: Iterable[tuple[str, Tensor]],
     dtype: torch.dtype,
     device: torch.device,
+    digest: WeightsDigest | None,
 ) -> None:
     """Copies tensors to their destinations and packs each linear layer as soon as it is complete."""
     waiting = Counter(destination.module for destination in destinations.values())
@@ -173,6 +201,8 @@ def _fill(
             whole = nn.Parameter(torch.empty(whole.shape, dtype=dtype, device=device), requires_grad=False)
             setattr(module, parameter, whole)
         whole.data[first_row : first_row + shape[0]].copy_(tensor)
+        if digest is not None:
+            digest.add(name, tensor.to(dtype))
         waiting[module] -= 1
         if isinstance(module, Linear) and waiting[module] == 0:
             module.pack(model.kernels)
