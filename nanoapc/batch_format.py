@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from hashlib import blake2b
 from itertools import accumulate, islice
 from typing import Any
 
-from nanoapc.inputs import InputProcessor, check_unicode
+from nanoapc.inputs import InputProcessor
 from nanoapc.outputs import CompletionOutput, Logprob, RequestOutput
-from nanoapc.sampling_params import SamplingParams
+from nanoapc.sampling_params import SamplingParams, check_unicode
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_LINE_BYTES = 64 * 2**20
@@ -30,6 +31,8 @@ MOST = {"n": 128, "logprobs": 20}
 """OpenAI's limits: no line shall take the whole engine."""
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
+LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
+"""Python's str.splitlines and some other readers of lines end one there."""
 
 SAMPLING = {item.name for item in dataclasses.fields(SamplingParams)} - {
     *("max_tokens", "logprobs", "prompt_logprobs", "detokenize", "skip_reading_prefix_cache")
@@ -84,16 +87,16 @@ class RequestLine:
     params: SamplingParams | None = None
 
 
-@contextmanager
-def _kept_by(line: RequestLine) -> Iterator[None]:
-    """What is raised inside because of the line's content becomes its error."""
+def _guarded(line: RequestLine, check: Callable[[RequestLine], None]) -> None:
+    """check(line); what it raises because of the line's content becomes the line's error."""
     try:
-        yield
+        check(line)
     except LineError as error:
+        error.__traceback__ = error.__context__ = None  # their frames hold the line: a circle, which is freed late
         line.error = error
-    except ValueError as error:  # the messages of SamplingParams begin with the parameter's name
-        name = str(error).replace("=", " ").split(" ")[0]
-        line.error = LineError(str(error), name if name in FIELDS[line.url] else None)
+    except ValueError as error:  # the first field that its message names is the one at fault
+        names = (word for word in re.findall(r"\w+", str(error)) if word in FIELDS[line.url])
+        line.error = LineError(str(error), next(names, None))
     except RecursionError:
         line.error = LineError(f"line {line.number} is nested too deeply")
 
@@ -101,19 +104,22 @@ def _kept_by(line: RequestLine) -> Iterator[None]:
 def parse_line(number: int, data: bytes) -> RequestLine:
     """The envelope of a line that is not blank; raises nothing."""
     line = RequestLine(number, None, _digest(b"%d:" % number + data))
-    with _kept_by(line):
-        fields = _json_object(data, f"line {number}")
-        custom_id = fields.get("custom_id")
-        if not isinstance(custom_id, str) or not custom_id:
-            message = f"line {number} has custom_id {_short(custom_id)}; it must be a non-empty text"
-            raise LineError(message, "custom_id")
-        line.custom_id = custom_id
-        asked = [fields.get(name) for name in ("custom_id", "method", "url", "body")]
-        line.digest = _digest(json.dumps(asked, sort_keys=True).encode())
-        _check_envelope(fields)
-        line.url = fields["url"]
-        line.body = {name: value for name, value in fields["body"].items() if value is not None}
+    _guarded(line, partial(_parse, data))
     return line
+
+
+def _parse(data: bytes, line: RequestLine) -> None:
+    fields = _json_object(data, f"line {line.number}")
+    custom_id = fields.get("custom_id")
+    if not isinstance(custom_id, str) or not custom_id:
+        message = f"line {line.number} has custom_id {_short(custom_id)}; it must be a non-empty text"
+        raise LineError(message, "custom_id")
+    line.custom_id = custom_id
+    asked = [fields.get(name) for name in ("custom_id", "method", "url", "body")]
+    line.digest = _digest(json.dumps(asked, sort_keys=True).encode())
+    _check_envelope(fields)
+    line.url = fields["url"]
+    line.body = {name: value for name, value in fields["body"].items() if value is not None}
 
 
 def _json_object(data: bytes, where: str) -> dict[str, Any]:
@@ -160,8 +166,7 @@ class RequestReader:
         parsed = [parse_line(number, data) for number, data in lines]
         for line in parsed:
             if line.error is None:
-                with _kept_by(line):
-                    self._check(line)
+                _guarded(line, self._check)
         for url in (CHAT, COMPLETIONS):  # a rendered conversation has its special tokens already
             texts = [line for line in parsed if not line.error and line.url == url and isinstance(line.prompt, str)]
             token_ids = self._inputs.tokenize([line.prompt for line in texts], add_special_tokens=url == COMPLETIONS)
@@ -169,10 +174,12 @@ class RequestReader:
                 line.prompt = ids
         for line in parsed:
             if line.error is None:
-                with _kept_by(line):
-                    checked = self._inputs.check_token_ids(line.prompt, "messages" if line.url == CHAT else "prompt")
-                    line.prompt = {"prompt_token_ids": checked, "cache_salt": line.body.get("cache_salt")}
+                _guarded(line, self._check_token_ids)
         return parsed
+
+    def _check_token_ids(self, line: RequestLine) -> None:
+        checked = self._inputs.check_token_ids(line.prompt, "messages" if line.url == CHAT else "prompt")
+        line.prompt = {"prompt_token_ids": checked, "cache_salt": line.body.get("cache_salt")}
 
     def _check(self, line: RequestLine) -> None:
         body = line.body
@@ -197,9 +204,7 @@ class RequestReader:
             root = f"{self._seed}/{line.custom_id}".encode(errors="surrogatepass")
             arguments["seed"] = int.from_bytes(blake2b(root, digest_size=8).digest(), "little", signed=True)
         params = SamplingParams(**arguments)
-        params.verify(self._inputs.num_valid_ids, self._inputs.tokenizer is not None)
-        if params.bad_words:
-            params.bad_words_ids(self._inputs.tokenizer)
+        params.verify(self._inputs.num_valid_ids, self._inputs.tokenizer)
         return params
 
     def _conversation(self, body: Mapping[str, Any]) -> str:
@@ -226,6 +231,8 @@ def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
     """OpenAI's logprobs (a flag) and top_logprobs (a number) -> how many of the best to report."""
     wanted, count = body.get("logprobs", False), body.get("top_logprobs", 0)
     _expect(isinstance(wanted, bool), "logprobs", wanted, "true or false in a chat")
+    is_number = isinstance(count, int) and not isinstance(count, bool)
+    _expect(is_number and 0 <= count <= MOST["logprobs"], "top_logprobs", count, f"a number up to {MOST['logprobs']}")
     if count and not wanted:
         raise LineError("top_logprobs needs logprobs: true", "top_logprobs")
     return count if wanted else None
@@ -248,7 +255,9 @@ def _completion_prompt(body: Mapping[str, Any]) -> Any:
 
 
 def result_line(line: RequestLine, output: RequestOutput, default_model: str) -> dict[str, Any]:
-    """The result of an answered line."""
+    """The result of a line that has run. OpenAI has no finish reason "error": one such output makes an error line."""
+    if output.error is not None:
+        return error_line(line, LineError(output.error, output.error.split(" ")[0]))
     is_chat = line.url == CHAT
     choice = _chat_choice if is_chat else _completion_choice
     num_prompt, num_output = len(output.prompt_token_ids), sum(len(o.token_ids) for o in output.outputs)
@@ -280,8 +289,10 @@ def _line(line: RequestLine, status: int, body: Mapping[str, Any], error: Mappin
 
 
 def encode_line(result: Mapping[str, Any]) -> bytes:
-    """A result as one line of UTF-8 JSON; half a surrogate pair (in a custom_id) is escaped."""
-    return (json.dumps(result, ensure_ascii=False, allow_nan=False) + "\n").encode(errors="backslashreplace")
+    """A result as one line of UTF-8 JSON, for every reader: what Unicode calls a line end is escaped, and so is half a
+    surrogate pair (in a custom_id)."""
+    text = json.dumps(result, ensure_ascii=False, allow_nan=False).translate(LINE_ENDS)
+    return (text + "\n").encode(errors="backslashreplace")
 
 
 def _chat_choice(output: CompletionOutput, num_top: int) -> dict[str, Any]:

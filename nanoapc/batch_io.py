@@ -23,6 +23,8 @@ OTHER_ENCODINGS = {
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
+    b"{\0": "UTF-16LE",  # without a byte order mark: JSON has no zeros
+    b"\0{": "UTF-16BE",
 }
 CHUNK_BYTES = 2**16
 

@@ -15,6 +15,7 @@ import os
 import sqlite3
 import struct
 import zlib
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from hashlib import blake2b
 from typing import Any
@@ -70,7 +71,7 @@ class Plan:
             while not rest.endswith(b"\n") and (rest := self._file.readline(MAX_LINE_BYTES)):
                 offset += len(rest)  # the rest of a line that is too long
             progress(offset - start)
-            if data.strip():
+            if data.strip().removeprefix(BOM_UTF8):
                 line = parse_line(number, data)
                 if line.error is None and len(self.models) < MAX_MODELS:
                     model = line.body.get("model")
@@ -86,9 +87,9 @@ class Plan:
             raise ValueError(f"lines {first} and {last} of {path} have the same custom_id {name!r}; give each its own")
 
     def mark_done(self, custom_id: str | None, digest: str) -> bool | None:
-        """Says that a line has its result. True; False if it now asks for something else; None if there is none."""
+        """Says that a line has its result. True; False if it now asks for something else; None if no line lacks it."""
         identity = line_id(custom_id, digest)
-        row = self._database.execute("SELECT digest FROM line WHERE id = ?", (identity,)).fetchone()
+        row = self._database.execute("SELECT digest FROM line WHERE id = ? AND NOT done", (identity,)).fetchone()
         if row is None:
             return None
         self._database.execute("UPDATE line SET done = 1 WHERE id = ?", (identity,))

@@ -218,7 +218,7 @@ def script_tokens(llm: LLM, script: Sequence[int]) -> None:
 
     def forward(logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
         token_ids = torch.tensor(script)[rows.positions - torch.tensor(prompt_lengths)]
-        return SampledTokens(token_ids, torch.zeros(len(token_ids)), None)
+        return SampledTokens(token_ids, None)
 
     runner._sampling_rows = remember  # type: ignore[method-assign]
     runner.sampler.forward = forward  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from llm_helpers import DEFAULTS, assert_idle, greedy
 
 from nanoapc import LLM, SamplingParams
 from nanoapc.batch_file import run_batch
-from nanoapc.batch_format import LEAST_LOGPROB, MAX_LINE_BYTES, parse_line
+from nanoapc.batch_format import LEAST_LOGPROB, MAX_LINE_BYTES, SAMPLING, parse_line
 
 GOOD = [completion("a"), chat("b"), completion("c", "the lazy dog", max_tokens=7)]
 
@@ -182,9 +182,17 @@ def test_arguments_of_tool_calls_reach_the_template_parsed(tmp_path: Path, llm: 
     function = {"name": "weather", "arguments": '{"city": "York"}'}
     call = {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": function}]}
     template = "{{ messages[0].tool_calls[0].function.arguments.city }}"
-    (result,) = run(tmp_path, llm, [chat("a", messages=[call], chat_template=template)])[0]
     expected = llm.generate("York", greedy(4, ignore_eos=False), use_tqdm=False)[0]
-    assert body(result)["choices"][0]["message"]["content"] == expected.outputs[0].text
+    without = {name: value for name, value in call.items() if name != "content"}
+    for message in (call, without):  # who calls tools need not say anything
+        (result,) = run(tmp_path, llm, [chat("a", messages=[message], chat_template=template)])[0]
+        assert body(result)["choices"][0]["message"]["content"] == expected.outputs[0].text
+
+
+def test_a_message_without_content_is_named(tmp_path: Path, llm: LLM) -> None:
+    results, _ = run(tmp_path, llm, [chat("bad", messages=[{"role": "user"}]), chat("good")])
+    assert error_of(by_id(results)["bad"])["message"].startswith("message 0 of messages has no content; give it a text")
+    assert body(by_id(results)["good"])
 
 
 # -- errors --------------------------------------------------------------------------------------------------
@@ -216,7 +224,7 @@ def test_blank_lines_and_line_ends_do_not_matter(tmp_path: Path, llm: LLM, text:
     assert answers(results) == clean and summary.total == 3
 
 
-@pytest.mark.parametrize("content", [b"", b"\n", b"  \n\n"])
+@pytest.mark.parametrize("content", [b"", b"\n", b"  \n\n", b"\xef\xbb\xbf"])
 def test_an_empty_file_gives_an_empty_output(tmp_path: Path, llm: LLM, content: bytes) -> None:
     (tmp_path / "in.jsonl").write_bytes(content)
     summary = run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm, quiet=True)
@@ -225,7 +233,9 @@ def test_an_empty_file_gives_an_empty_output(tmp_path: Path, llm: LLM, content: 
 
 def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path, llm: LLM) -> None:
     clean = answers(run(tmp_path, llm, GOOD)[0])
-    assert answers(run(tmp_path, llm, [b"\xef\xbb\xbf" + encode(GOOD[0]), *GOOD[1:]])[0]) == clean
+    mark = b"\xef\xbb\xbf"
+    assert answers(run(tmp_path, llm, [mark + encode(GOOD[0]), *GOOD[1:]])[0]) == clean
+    assert answers(run(tmp_path, llm, [mark + b"\r", *GOOD])[0]) == clean
 
 
 @pytest.mark.parametrize("encoding", ["UTF-16", "UTF-32", "utf-16-be"])
@@ -235,6 +245,20 @@ def test_other_encodings_are_refused_by_name(tmp_path: Path, llm: LLM, encoding:
     with pytest.raises(ValueError, match=encoding.upper()[:6]):
         run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm)
     assert not (tmp_path / "out.jsonl").exists()
+    if encoding.islower():
+        (tmp_path / "in.jsonl").write_bytes(text.encode(encoding))  # without a mark
+        with pytest.raises(ValueError, match="is UTF-16BE text"):
+            run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm)
+
+
+def test_line_ends_of_unicode_end_no_line(tmp_path: Path, llm: LLM) -> None:
+    """U+2028 and others, of which some readers of lines think so, come and go as any character of a text."""
+    odd = "a\u2028b\u2029c\x85d"
+    lines = [completion(odd, odd), completion("escaped", odd), completion("good")]
+    raw = json.dumps(lines[0], ensure_ascii=False).encode()
+    results, summary = run(tmp_path, llm, [raw, *lines[1:]])
+    assert summary.done == 3 and answers(results)[odd] == answers(results)["escaped"]
+    assert len((tmp_path / "out.jsonl").read_text(encoding="utf-8").splitlines()) == 3
 
 
 def test_a_repeated_id_is_refused_naming_both_lines(tmp_path: Path, llm: LLM) -> None:
@@ -287,8 +311,22 @@ def test_unusable_ids_get_error_lines_and_long_ones_work(tmp_path: Path, llm: LL
         ({"body": {"prompt": "x", "tempratur": 0.1}}, "tempratur"),
         ({"body": {"prompt": "x", "stop_token_ids": [10**7]}}, "stop_token_ids"),
         ({"body": {"prompt": "x", "bad_words": ["\ud800"]}}, "bad_words"),
+        ({"body": {"prompt": "x", "logit_bias": {"5": None}}}, "logit_bias"),
+        ({"body": {"prompt": "x", "logit_bias": {"1" * 5000: 1}}}, "logit_bias"),
+        ({"body": {"prompt": "x", "logit_bias": {"5": 3e38}, "repetition_penalty": 0.1}}, "logit_bias"),
+        ({"body": {"prompt": "x", "repetition_penalty": 1e-40}}, "repetition_penalty"),
+        ({"url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": 5}]}}, "messages"),
+        (
+            {"url": "/v1/chat/completions", "body": {"messages": [], "logprobs": True, "top_logprobs": 21}},
+            "top_logprobs",
+        ),
+        (
+            {"url": "/v1/chat/completions", "body": {"messages": [], "logprobs": True, "top_logprobs": True}},
+            "top_logprobs",
+        ),
         ({"url": "/v1/chat/completions", "body": {}}, "messages"),
         ({"url": "/v1/chat/completions", "body": {"messages": "hello"}}, "messages"),
+        ({"body": {"prompt": "x", "allowed_token_ids": [96], "bad_words": ["~"]}}, "allowed_token_ids"),
         (
             {"url": "/v1/chat/completions", "body": {"messages": [{"role": "user", "content": "x"}], "tools": 3}},
             "tools",
@@ -306,6 +344,27 @@ def test_each_fault_is_named_and_the_next_line_runs(
     assert error["param"] == param and param in error["message"]
     assert found["bad"]["response"]["body"]["error"]["type"] == "invalid_request_error"
     assert body(found["good"])["choices"][0]["text"] and summary.exit_code == 1
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_line_whose_parameters_leave_no_token_fails_alone_and_stays_so(tmp_path: Path, llm: LLM, n: int) -> None:
+    excluding = {"allowed_token_ids": [96], "bad_words": ["~~"], "n": n}
+    good = [completion(f"good {i}", f"the lazy dog {i}") for i in range(9)]
+    lines = [*good[:4], completion("bad", **excluding), chat("bad chat", **excluding), *good[4:]]
+    expected = answers(run(tmp_path, llm, good)[0])
+    results, summary = run(tmp_path, llm, lines)
+    found, failed = by_id(results), {"bad", "bad chat"}
+    assert (summary.done, summary.failed, summary.exit_code) == (9, 2, 1)
+    assert {name: found[name]["response"]["body"].get("choices") for name in found.keys() - failed} == expected
+    for name in failed:
+        error = error_of(found[name])
+        assert found[name]["response"]["status_code"] == 400 and error["param"] == "allowed_token_ids"
+        assert "allowed_token_ids and bad_words leave no token id to choose for output token 2" in error["message"]
+    target = tmp_path / "out.jsonl"
+    target.write_bytes(b"".join(target.read_bytes().splitlines(True)[:5]))
+    again = run_batch(tmp_path / "in.jsonl", target, llm, quiet=True)
+    assert (again.resumed, again.done, again.failed, again.exit_code) == (5, 9, 2, 1)
+    assert answers(read_results(target)) == answers(results)
 
 
 @pytest.mark.parametrize("key", ["method", "url", "body"])
@@ -374,7 +433,7 @@ def test_nesting_of_any_depth_is_an_error_line(tmp_path: Path, llm: LLM) -> None
 # -- anything at all -----------------------------------------------------------------------------------------
 
 VALUES: list[Any] = [None, True, False, 0, -1, 10**40, 0.5, 1e308, "", "x", "\ud800", [], [[]], [None], {}, {"a": {}},
-                     [{"role": "user"}], [1, "2"], "\0", [3] * 500]  # fmt: skip
+                     [{"role": "user"}], [1, "2"], "\0", [3] * 500, 2**63, 1e-40, {"5": 3e38}]  # fmt: skip
 
 
 def mutate(line: dict[str, Any], rng: random.Random) -> bytes:
@@ -383,9 +442,7 @@ def mutate(line: dict[str, Any], rng: random.Random) -> bytes:
     kind = rng.randrange(5)
     if kind < 3:
         target = rng.choice([line, line["body"], line["body"]]) if isinstance(line.get("body"), dict) else line
-        key = rng.choice(
-            [key for key in target if key != "custom_id"] + ["stop", "n", "logprobs", "logit_bias", "seed"]
-        )
+        key = rng.choice([key for key in target if key != "custom_id"] + ["logprobs", *sorted(SAMPLING)])
         if rng.random() < 0.15:
             target.pop(key, None)
         else:

@@ -150,6 +150,27 @@ def test_results_of_another_input_are_refused(tmp_path: Path, source: Path, llm:
         run_batch(source, target, llm)
 
 
+def test_repeated_results_count_once(tmp_path: Path, source: Path, llm: LLM) -> None:
+    """As in an output that somebody has joined from parts."""
+    target = tmp_path / "out.jsonl"
+    first = run_batch(source, target, llm, quiet=True)
+    target.write_bytes(target.read_bytes() * 2)
+    again = run_batch(source, target, llm, quiet=True)
+    assert (again.done, again.failed, again.foreign) == (first.done, first.failed, first.total)
+    assert again.exit_code == first.exit_code
+
+
+def test_answers_of_another_model_are_not_mixed_in(tmp_path: Path, source: Path, llm: LLM, model_dir: Path) -> None:
+    target, other = tmp_path / "out.jsonl", tmp_path / "other-model"
+    run_batch(source, target, llm, quiet=True)
+    other.symlink_to(model_dir)
+    with pytest.raises(ValueError, match=r"holds answers of the model .*other-model.*--served-model-name"):
+        run_batch(source, target, other, quiet=True)
+    assert run_batch(source, target, other, quiet=True, served_model_names=[str(model_dir)]).resumed == len(
+        read_results(target)
+    )
+
+
 def test_ordered_does_not_continue_what_is_in_another_order(tmp_path: Path, source: Path, llm: LLM) -> None:
     target = tmp_path / "out.jsonl"
     run_batch(source, target, llm, quiet=True, ordered=True)

@@ -24,7 +24,7 @@ def tool() -> Any:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there, run tools/gpu_check.sh")
 def test_every_part_runs_dry(tool: Any, tmp_path: Path) -> None:
-    check = tool.Check(dry=True, folder=tmp_path, json=tmp_path / "figures.json")
+    check = tool.Check(dry=True, folder=tmp_path, path=tmp_path / "figures.json")
     tool.check_parity(check)
     tool.check_same_bits(check)
     tool.measure(check)

@@ -126,8 +126,9 @@ class TestMaxTokens:
         (output,) = run(make_llm(max_model_len=64), [random_ids(9)], SamplingParams(max_tokens=value, ignore_eos=True))
         assert len(output.outputs[0].token_ids) == 64 - 9 and output.outputs[0].finish_reason == "length"
 
-    def test_min_tokens_does_not_outlast_the_room(self, make_llm: MakeLLM) -> None:
-        params = SamplingParams(temperature=0, max_tokens=None, min_tokens=500)
+    @pytest.mark.parametrize("value", [500, 2**63, 10**40])
+    def test_min_tokens_does_not_outlast_the_room(self, value: int, make_llm: MakeLLM) -> None:
+        params = SamplingParams(temperature=0, max_tokens=None, min_tokens=value)
         (output,) = run(make_llm(max_model_len=32), [random_ids(9)], params)
         assert len(output.outputs[0].token_ids) == 23 and output.outputs[0].finish_reason == "length"
 

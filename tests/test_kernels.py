@@ -19,6 +19,8 @@ from nanoapc.kernels import Kernels
 from nanoapc.kernels.cpu import CpuKernels
 from nanoapc.kernels.reference import ReferenceKernels, gumbel_noise
 from nanoapc.kernels.reference_sampling import fixed_weights
+from nanoapc.layers.sampler import Sampler, SamplingRows
+from nanoapc.sampling_params import SamplingParams
 
 REFERENCE = ReferenceKernels()
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -506,6 +508,23 @@ def test_largest_equals_the_reference(kernels: Kernels, num_ids: int) -> None:
     for k in {0, 1, min(20, num_ids), min(300, num_ids)}:
         for found, expected in zip(kernels.largest(x, k), REFERENCE.largest(x, k), strict=True):
             assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan, torch.inf])
+def test_rows_without_an_id_to_choose_make_no_difference_to_others(kernels: Kernels, value: float) -> None:
+    kinds = [{"temperature": 0}, {}, {"top_k": 5}, {"top_p": 0.7, "logprobs": 2}, {"top_k": 40, "top_p": 0.9}]
+    rows = [(SamplingParams(**kind), None, seed) for seed, kind in enumerate(3 * kinds)]
+    batch, logits = SamplingRows(rows, 300), torch.randn(15, 300)
+    batch.positions = torch.arange(15)
+    alone = Sampler(REFERENCE, 300).forward(logits, batch)
+    logits[5:10] = value
+    found = Sampler(kernels, 300).forward(logits, batch)
+    others = torch.tensor([*range(5), *range(10, 15)])
+    assert torch.equal(found.token_ids[others], alone.token_ids[others])
+    assert found.logprobs is not None and alone.logprobs is not None
+    for column, expected in zip(found.logprobs, alone.logprobs, strict=True):
+        torch.testing.assert_close(column[[0, 2]], expected[[0, 2]])
+    assert (found.token_ids[5:10] == -1).all()
 
 
 @pytest.mark.parametrize("num_ids", [1, 5, 300, 10_000])

@@ -381,6 +381,45 @@ def test_overlap_is_for_cuda_and_not_for_traces(make_llm: MakeLLM, tmp_path: Any
         make_llm(async_scheduling=1)
 
 
+@pytest.mark.parametrize("late", [False, True])
+def test_who_has_no_id_left_ends_alone_as_in_the_plain_loop(late: bool, make_llm: MakeLLM) -> None:
+    prompts, params = mixed_work()
+    prompts = [[*prompts[0], 5], *prompts, prompts[1]]  # they share blocks with the others
+    excluding = SamplingParams(allowed_token_ids=[96], bad_words="~~~", max_tokens=9, logprobs=1)
+    params = [excluding, *params, replace(excluding, temperature=0)]
+    plain, overlapped = (make_llm(async_scheduling=ahead, num_kv_blocks=40, max_num_seqs=8) for ahead in (False, True))
+    if late:
+        make_late(overlapped)
+    expected = [visible(output) for output in plain.generate(prompts, params, use_tqdm=False)]
+    assert [visible(output) for output in overlapped.generate(prompts, params, use_tqdm=False)] == expected
+    assert [expected[i][2][0][5] for i in (0, -1)] == ["error"] * 2
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+def test_a_surplus_row_behind_a_token_that_is_none_harms_nobody(block_size: int) -> None:
+    engine = LateEngine(64, block_size)
+    first, *others = prompts = random_prompts(5, 3, 9)
+    ended, *going_on = engine.add(prompts, max_tokens=12)
+    run = engine.model.run
+
+    def run_without_an_id(batch: StepBatch) -> np.ndarray:
+        token_ids = run(batch)
+        position = len(first) + 3  # of the output's fourth token
+        for i, (seq, row) in enumerate(zip(batch.sampled, batch.sample_rows, strict=True)):
+            token_ids[i] = -1 if seq is ended and batch.positions[row] + 1 == position else token_ids[i]
+        return token_ids
+
+    engine.model.run = run_without_an_id  # type: ignore[method-assign]
+    engine.run()
+    assert ended.finish_reason == "error" and ended.output_token_ids == solo(first, 3)[0]
+    assert outputs(going_on) == [solo(prompt, 12)[0] for prompt in others]
+    assert engine.seen["a surplus row"] == 1 and engine.stats.generated_tokens == 3 + 12 + 12
+    again = engine.add(prompts, max_tokens=12)
+    engine.model.run = run  # type: ignore[method-assign]
+    engine.run()
+    assert outputs(again) == [solo(prompt, 12)[0] for prompt in prompts], "nothing wrong is cached"
+
+
 def test_that_no_token_can_be_sampled_is_an_error_for_who_goes_on_and_nobody_else(make_llm: MakeLLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=9)
     llm = make_llm(async_scheduling=True)

@@ -46,7 +46,7 @@ def sample(logits, rows, positions=0, num_valid_ids=None):
 
 def draws(logits, params, count=4000):
     """Counts of the ids drawn at `count` positions."""
-    return Counter(sample(logits, [Row(params)] * count, torch.arange(count)).to_list())
+    return Counter(sample(logits, [Row(params)] * count, torch.arange(count)).token_ids.tolist())
 
 
 def edited(logits, row):
@@ -115,19 +115,19 @@ def test_a_rows_token_and_logprobs_do_not_depend_on_its_neighbours(vocab_size, n
 def test_greedy_and_random_rows_mix():
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(1))
     rows = [Row(SamplingParams(temperature=t), seed=5) for t in (0, 0.7, 0, 1.3)]
-    ids = sample(logits, rows).to_list()
+    ids = sample(logits, rows).token_ids.tolist()
     best = logits.argmax(dim=-1).tolist()
     assert [ids[0], ids[2]] == [best[0], best[2]]
-    assert [ids[1], ids[3]] == sample(logits[[1, 3]], [rows[1], rows[3]]).to_list()
+    assert [ids[1], ids[3]] == sample(logits[[1, 3]], [rows[1], rows[3]]).token_ids.tolist()
 
 
 def test_a_penalised_row_and_a_plain_one_do_not_depend_on_their_order():
     logits = torch.randn(2, 20, generator=torch.Generator().manual_seed(2))
     penalised = Row(SamplingParams(repetition_penalty=1.8, temperature=0), prompt=[int(logits[0].argmax())])
     plain = Row(SamplingParams(top_k=1, seed=3), seed=3)
-    forward = sample(logits, [penalised, plain]).to_list()
-    assert sample(logits.flip(0), [plain, penalised]).to_list() == forward[::-1]
-    assert [sample(logits[i : i + 1], [r]).to_list()[0] for i, r in enumerate((penalised, plain))] == forward
+    forward = sample(logits, [penalised, plain]).token_ids.tolist()
+    assert sample(logits.flip(0), [plain, penalised]).token_ids.tolist() == forward[::-1]
+    assert [sample(logits[i : i + 1], [r]).token_ids.tolist()[0] for i, r in enumerate((penalised, plain))] == forward
 
 
 def test_the_callers_logits_are_left_as_they_are():
@@ -153,8 +153,8 @@ def test_a_draw_is_a_function_of_seed_and_position():
     logits = torch.zeros(64, 1000)
     rows = [Row(SamplingParams(), seed=seed) for seed in range(8)] * 8
     positions = torch.arange(64) // 8
-    first = sample(logits, rows, positions).to_list()
-    assert first == sample(logits, rows, positions).to_list()
+    first = sample(logits, rows, positions).token_ids.tolist()
+    assert first == sample(logits, rows, positions).token_ids.tolist()
     assert len(set(first)) > 50
 
 
@@ -181,7 +181,7 @@ def test_tiny_temperatures_are_greedy(temperature, dtype):
 
 def test_extreme_logits_do_not_overflow():
     logits = torch.tensor([[3e38, -3e38, 0.0], [-3e38, -3e38, -2.9e38]])
-    assert sample(logits, [Row(SamplingParams(temperature=1e-5))] * 2).to_list() == [0, 2]
+    assert sample(logits, [Row(SamplingParams(temperature=1e-5))] * 2).token_ids.tolist() == [0, 2]
 
 
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(top_k=1), SamplingParams(top_p=1e-9)])
@@ -189,7 +189,9 @@ def test_ties_go_to_the_lowest_id(params):
     logits = torch.zeros(40, 3000)
     for i in range(40):
         logits[i, i * 37 + 5 :: 11] = 1.0
-    assert sample(logits, [Row(params, seed=i) for i in range(40)]).to_list() == [i * 37 + 5 for i in range(40)]
+    assert sample(logits, [Row(params, seed=i) for i in range(40)]).token_ids.tolist() == [
+        i * 37 + 5 for i in range(40)
+    ]
 
 
 # -- filters ------------------------------------------------------------------------------------------------
@@ -312,7 +314,7 @@ def test_presence_and_frequency_count_the_output_only():
     row = Row(SamplingParams(presence_penalty=2, frequency_penalty=0.5, temperature=0), [0, 1, 1], [1, 2, 2])
     assert edited([4.0, 4.0, 4.0, 4.0], row) == [4.0, 1.5, 1.0, 4.0]
     on_top = Row(SamplingParams(presence_penalty=2, temperature=0), prompt=[3], output=[1])
-    assert sample([0.0, 0.0, 0.0, 1.0], [on_top]).to_list() == [3]
+    assert sample([0.0, 0.0, 0.0, 1.0], [on_top]).token_ids.tolist() == [3]
 
 
 def test_bias_comes_before_penalties():
@@ -322,7 +324,7 @@ def test_bias_comes_before_penalties():
 
 def test_only_allowed_ids_are_drawn():
     params = SamplingParams(allowed_token_ids=[3, 5])
-    assert set(sample(torch.zeros(500, 8), [Row(params, seed=i) for i in range(500)]).to_list()) == {3, 5}
+    assert set(sample(torch.zeros(500, 8), [Row(params, seed=i) for i in range(500)]).token_ids.tolist()) == {3, 5}
 
 
 def test_a_phrase_is_forbidden_only_at_its_last_token():
@@ -351,7 +353,7 @@ def test_stop_tokens_are_suppressed_until_min_tokens():
         batch.positions = torch.zeros(1, dtype=torch.int64)
         found = []
         for _ in ids:
-            found += Sampler(ReferenceKernels(), 4).forward(torch.tensor([logits]), batch).to_list()
+            found += Sampler(ReferenceKernels(), 4).forward(torch.tensor([logits]), batch).token_ids.tolist()
             row.state.append(found[-1])
         assert found == ids
 
@@ -382,7 +384,7 @@ def test_ids_of_a_padded_vocabulary_are_never_emitted():
     logits[:, 300:] = 50.0
     rows = [Row(SamplingParams(temperature=i % 2, logprobs=5, top_k=i % 3), seed=i) for i in range(64)]
     result = sample(logits, rows, num_valid_ids=300)
-    assert max(result.to_list()) < 300 and result.logprobs.top_ids.max() < 300
+    assert max(result.token_ids.tolist()) < 300 and result.logprobs.top_ids.max() < 300
     assert result.logprobs.rank.max() == 1
     expected = logits.log_softmax(dim=-1)[0, 0].item()  # of the model's whole distribution
     assert result.logprobs.chosen.tolist() == pytest.approx([expected] * 64)
@@ -397,7 +399,7 @@ def test_logprobs_are_of_the_raw_logits():
         temperature=0, logprobs=2, logit_bias={0: 100}, repetition_penalty=5.0, top_k=1, max_tokens=9
     )
     result = sample(logits, [Row(params, output=[2])])
-    assert result.to_list() == [0]
+    assert result.token_ids.tolist() == [0]
     raw = logits.log_softmax(dim=-1)[0].tolist()
     assert (result.logprobs.chosen.item(), result.logprobs.rank.item()) == (raw[0], 3)
     assert (result.logprobs.top_ids.tolist(), result.logprobs.top_logprobs.tolist()) == (
@@ -412,7 +414,7 @@ def test_logprob_entries_are_k_or_one_more_with_the_chosen_id(k):
     count = 200
     result = sample(logits, [Row(SamplingParams(logprobs=k, temperature=2.0))] * count, torch.arange(count))
     sizes = set()
-    columns = zip(result.to_list(), *(column.tolist() for column in result.logprobs), strict=True)
+    columns = zip(result.token_ids.tolist(), *(column.tolist() for column in result.logprobs), strict=True)
     for token_id, logprob, rank, top_ids, top_logprobs in columns:
         entries = logprob_entries(token_id, logprob, rank, top_ids, top_logprobs, decode=str)
         sizes.add(len(entries))
@@ -437,17 +439,29 @@ def test_tied_logprobs_share_a_rank():
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 @pytest.mark.parametrize("params", [GREEDY, SamplingParams(), SamplingParams(top_p=0.5, logprobs=2)])
-def test_nan_and_infinite_logits_are_an_error(value, params):
+def test_nan_and_infinite_logits_have_no_token(value, params):
     logits = torch.zeros(3, 6)
     logits[1, 4] = value
-    with pytest.raises(RuntimeError, match=r"row 1 are NaN or infinite.*bfloat16.*float32"):
-        sample(logits, [Row(GREEDY), Row(params), Row(GREEDY)]).to_list()
+    sampled = sample(logits, [Row(GREEDY), Row(params), Row(GREEDY)])
+    assert sampled.token_ids.tolist() == [0, -1, 0]
 
 
-def test_a_row_with_nothing_left_is_an_error():
-    params = SamplingParams(allowed_token_ids=[2], min_tokens=1)
-    with pytest.raises(RuntimeError, match=r"row 0 exclude every id.*allowed_token_ids"):
-        sample(torch.zeros(1, 6), [Row(params, eos=[2])]).to_list()
+@pytest.mark.parametrize("changes", [{"temperature": 0}, {}, {"top_p": 0.5, "top_k": 2, "logprobs": 2}])
+def test_a_row_with_nothing_left_has_no_token_and_knows_why(changes):
+    row = Row(SamplingParams(allowed_token_ids=[2], min_tokens=1, **changes), eos=[2])
+    assert sample(torch.zeros(2, 6), [row, Row(GREEDY)]).token_ids.tolist() == [-1, 0]
+    assert row.state.leaves_none(6)
+
+
+def test_what_is_excluded_depends_on_the_output_so_far():
+    row = Row(SamplingParams(allowed_token_ids=[2, 3], min_tokens=2), eos=[3], bad_words=[(2, 2)])
+    found = [row.state.leaves_none(6)]
+    for token_id in (2, 2, 4):
+        row.state.append(token_id)
+        found.append(row.state.leaves_none(6))
+    assert found == [False, True, False, False]  # after one token both are excluded, then the 3 is not any more
+    everything = Row(GREEDY, bad_words=[(i,) for i in range(6)])
+    assert everything.state.leaves_none(6) and not everything.state.leaves_none(7)
 
 
 # -- cost ---------------------------------------------------------------------------------------------------

@@ -194,6 +194,16 @@ class TestIdsOfParameters:
         assert_idle(llm)
         assert token_ids(run(llm, [PROMPT])) == token_ids(run(cache_off, [PROMPT]))
 
+    @pytest.mark.parametrize("penalty", [1e-6, 1e30])
+    @pytest.mark.parametrize("bias", [-1e30, 1e30])
+    def test_the_largest_and_smallest_numbers_together_stay_finite(
+        self, bias: float, penalty: float, make_llm: MakeLLM
+    ) -> None:
+        params = {"logit_bias": {7: bias}, "repetition_penalty": penalty, "frequency_penalty": -2}
+        for temperature in (0, 1e-5, 1e30):
+            (output,) = run(make_llm(), [[7, 8]], temperature=temperature, seed=1, **params)
+            assert output.outputs[0].finish_reason == "length"
+
     def test_biases_act_on_their_own_request(self, make_llm: MakeLLM, cache_off: LLM) -> None:
         biases: list[Any] = [{"12": 100}, None, {12: -100, 40: 100.0}, {}]
         outputs = token_ids(run(make_llm(), [PROMPT] * 4, [greedy(logit_bias=bias) for bias in biases]))
@@ -253,12 +263,79 @@ class TestIdsOfParameters:
         params = SamplingParams(n=8, seed=1, temperature=5.0, max_tokens=20, allowed_token_ids=[7, 9, 300])
         assert {i for ids in solo(make_llm(), PROMPT, params) for i in ids} == {7, 9, 300}
 
-    def test_excluding_every_id_is_an_error_that_says_so(self, make_llm: MakeLLM, cache_off: LLM) -> None:
+
+class TestNoIdLeft:
+    """A request whose own parameters exclude every id ends alone. Here ~ is the id 96, ^ is 64, and 2 ends a text."""
+
+    @pytest.mark.parametrize(
+        ("excluding", "names", "ids"),
+        [
+            ({"allowed_token_ids": [2], "min_tokens": 2, "ignore_eos": False}, "allowed_token_ids and min_tokens", []),
+            ({"allowed_token_ids": [96], "bad_words": "~~~"}, "allowed_token_ids and bad_words", [96, 96]),
+            (
+                {"allowed_token_ids": [96, 2], "bad_words": "~~", "min_tokens": 3, "ignore_eos": False},
+                "allowed_token_ids and bad_words and min_tokens",
+                [96],
+            ),
+            ({"stop_token_ids": list(range(320)), "min_tokens": 1}, "min_tokens", []),
+        ],
+    )
+    @pytest.mark.parametrize("changes", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 1, "logprobs": 1, "stop": "x"}])
+    def test_it_ends_with_what_it_has_and_says_why(
+        self, changes: dict[str, Any], excluding: dict[str, Any], names: str, ids: list[int], make_llm: MakeLLM
+    ) -> None:
         llm = make_llm()
-        with pytest.raises(RuntimeError, match="exclude every id: loosen allowed_token_ids, bad_words or min_tokens"):
-            run(llm, [PROMPT], greedy(allowed_token_ids=[12], stop_token_ids=[12], min_tokens=2))
-        assert_idle(llm)
-        assert token_ids(run(llm, [PROMPT])) == token_ids(run(cache_off, [PROMPT]))
+        (output,) = run(llm, [PROMPT], greedy(9, **excluding, **changes))
+        (completion,) = output.outputs
+        assert output.finished and completion.token_ids == ids and completion.text == "~" * len(ids)
+        assert completion.logprobs is None or len(completion.logprobs) == len(ids)
+        assert completion.finish_reason == "error" and completion.stop_reason == output.error
+        assert output.error == f"{names} leave no token id to choose for output token {len(ids) + 1}; loosen them"
+        assert llm.metrics().generated_tokens == len(ids)
+
+    def test_the_rest_of_the_batch_is_what_it_is_without(
+        self, make_llm: MakeLLM, cache_off: LLM, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        llm, prompts = make_llm(), [PROMPT + random_ids(i, i) for i in range(6)]
+        params = [SamplingParams(temperature=i % 2, seed=i, max_tokens=8, logprobs=1) for i in range(6)]
+        expected = run(cache_off, prompts, params)
+        params[2] = params[3] = SamplingParams(allowed_token_ids=[96], bad_words="~~~", max_tokens=8, seed=1)
+        outputs = run(llm, prompts, params)
+        assert [output.error is None for output in outputs] == [True, True, False, False, True, True]
+        for i in (0, 1, 4, 5):
+            assert outputs[i].outputs == expected[i].outputs
+        (warning,) = caplog.records
+        assert warning.levelname == "WARNING"
+        assert "2 of 6 prompts ended with an error: prompt 2: allowed_token_ids and bad" in warning.getMessage()
+        assert "prompt 3: " in warning.getMessage()
+        assert sum(output.error is not None for output in llm.stream(prompts, params)) == 2
+
+    def test_its_text_is_that_of_all_its_ids(self, make_llm: MakeLLM) -> None:
+        llm, tokenizer = make_llm(), tiny_tokenizer()
+        part = next(i for i in range(3, 320) if tokenizer.decode([i]) == "\ufffd")  # of a character: held back so far
+        script_tokens(llm, [96, part, -1])
+        params = greedy(9, stop="x", stop_token_ids=list(range(320)), min_tokens=9)
+        (completion,) = run(llm, [PROMPT], params)[0].outputs
+        assert completion.finish_reason == "error" and completion.text == "~\ufffd"
+
+    def test_only_those_of_n_outputs_end_so_that_have_none_left(self, make_llm: MakeLLM) -> None:
+        params = SamplingParams(
+            n=8, seed=1, temperature=9.0, max_tokens=4, allowed_token_ids=[96, 64], bad_words=["~~", "~^"]
+        )
+        (output,) = run(make_llm(), [PROMPT], params)
+        for completion in output.outputs:  # ^ may be followed by both, ~ by nothing
+            ids = completion.token_ids
+            assert 96 not in ids[:-1] and (ids[-1] == 96 or len(ids) == 4)
+            assert completion.finish_reason == ("error" if ids[-1] == 96 and len(ids) < 4 else "length")
+        assert len({completion.finish_reason for completion in output.outputs}) == 2
+
+    def test_what_can_be_known_is_an_error_before_anything_runs(self, make_llm: MakeLLM) -> None:
+        llm = make_llm()
+        log = observe(llm)
+        for excluding in ({"bad_words": "~"}, {"stop_token_ids": [96], "min_tokens": 2}):
+            with pytest.raises(ValueError, match=r"params of prompt 1: allowed_token_ids=\(96,\) is not possible"):
+                run(llm, [PROMPT, PROMPT], [greedy(), greedy(allowed_token_ids=[96], **excluding)])
+        assert not log.steps
 
 
 def contains(ids: list[int], part: list[int]) -> bool:
@@ -365,11 +442,15 @@ class TestNaN:
         assert llm.engine.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         assert len(set(token_ids(run(llm, [PROMPT], max_tokens=12))[0])) > 2
 
-    @pytest.mark.parametrize("params", [greedy(), SamplingParams(seed=1), greedy(logprobs=1, presence_penalty=1.0)])
+    @pytest.mark.parametrize(
+        "params",
+        [greedy(), SamplingParams(seed=1), greedy(logprobs=1, presence_penalty=1.0), greedy(allowed_token_ids=[96])],
+    )
     def test_float16_overflow_is_an_error(self, params: SamplingParams, overflowing: Path, make_llm: MakeLLM) -> None:
         llm = make_llm(overflowing, dtype="float16")
         with pytest.raises(
-            RuntimeError, match=r"NaN or infinite: the dtype overflows; use dtype='bfloat16' or 'float32'"
+            RuntimeError,
+            match=r"prompt 0: its logits are NaN or infinite: the dtype overflows; use dtype='bfloat16' or 'float32'",
         ):
             run(llm, [PROMPT], params)
         assert_idle(llm)

@@ -14,18 +14,18 @@ from nanoapc.sampling_params import SamplingParams
 NAN, INF = float("nan"), float("inf")
 FLAGS = ["include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"]
 BAD_VALUES = {
-    "n": [0, -1, 1.5, True, None, "2"],
+    "n": [0, -1, 1.5, True, None, "2", 2**14 + 1],
     "presence_penalty": [-2.1, 2.1, NAN, None, "1"],
     "frequency_penalty": [-2.1, 2.1, NAN, None, True],
-    "repetition_penalty": [0, -1.0, NAN, INF, None],
+    "repetition_penalty": [0, -1.0, NAN, INF, None, 1e-40, 1e31],
     "temperature": [-1, -1e-12, NAN, INF, "0.5", True, None, 10**400],
     "top_p": [0, -0.1, 1.1, NAN, None, True],
     "top_k": [-2, 1.5, True, "5", None],
     "min_p": [-0.1, 1.1, NAN, None],
     "seed": [1.5, "1", True, 2**63, -(2**63) - 1],
-    "stop": ["", [""], ["", "x"], [1], 5, {"x": 1}, b"x", "\ud800"],
+    "stop": ["", [""], ["", "x"], [1], 5, {"x": 1}, b"x"],
     "stop_token_ids": [[-1], [1.0], ["1"], [True], 7, "12"],
-    "bad_words": ["", [""], [None], 3, ["x\udfff"]],
+    "bad_words": ["", [""], [None], 3],
     "max_tokens": [0, -1, 1.5, True, "3"],
     "min_tokens": [-1, 1.5, None, 17],
     "logprobs": [-1, -2, 1.0, True],
@@ -37,6 +37,8 @@ BAD_VALUES = {
         {1.0: 1},
         {12: NAN},
         {12: INF},
+        {12: -3e38},
+        {"1" * 5000: 1},
         {12: "1"},
         {1: 1, "1": 2},
         [1],
@@ -93,9 +95,9 @@ def test_defaults_are_vllms():
         ({"max_tokens": None, "min_tokens": 99}, {"max_tokens": None}),
         ({"max_tokens": 10**9}, {"max_tokens": 10**9}),
         ({"logprobs": 0}, {"logprobs": 0}),
-        ({"prompt_logprobs": 0}, {"skip_reading_prefix_cache": True}),
-        ({}, {"skip_reading_prefix_cache": False}),
-        ({"skip_reading_prefix_cache": True}, {"skip_reading_prefix_cache": True}),
+        ({"prompt_logprobs": 0}, {"skips_cache": True}),
+        ({}, {"skips_cache": False}),
+        ({"skip_reading_prefix_cache": True}, {"skips_cache": True}),
     ],
 )
 def test_values_are_normalised(given, stored):
@@ -137,6 +139,12 @@ def test_it_cannot_be_changed_but_copied():
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
 
 
+def test_a_changed_copy_decides_anew_whether_it_reads_the_cache():
+    reading, scoring = SamplingParams(), SamplingParams(prompt_logprobs=1)
+    assert dataclasses.replace(reading, prompt_logprobs=1) == scoring
+    assert dataclasses.replace(scoring, prompt_logprobs=None) == reading and not reading.skips_cache
+
+
 @pytest.mark.parametrize(
     ("given", "named"),
     [
@@ -163,7 +171,7 @@ def test_values_that_contradict_each_other_are_an_error(given, named):
 def test_ids_outside_the_vocabulary_are_an_error(given, value):
     params = SamplingParams(**given)
     with pytest.raises(ValueError, match=f"{next(iter(given))}={value} .*320"):
-        params.verify(320, tokenizer_present=True)
+        params.verify(320, Words())
 
 
 def test_the_last_id_of_the_vocabulary_is_inside():
@@ -171,15 +179,21 @@ def test_the_last_id_of_the_vocabulary_is_inside():
     params = SamplingParams(
         logit_bias={319: 5}, allowed_token_ids=ids, stop_token_ids=ids, logprobs=320, prompt_logprobs=320
     )
-    params.verify(320, tokenizer_present=False)
+    params.verify(320, None)
 
 
 @pytest.mark.parametrize("name", ["stop", "bad_words"])
 def test_strings_need_a_tokenizer(name):
     params = SamplingParams(**{name: ["word"]})
-    params.verify(320, tokenizer_present=True)
+    params.verify(320, Words())
     with pytest.raises(ValueError, match=f"{name}.*tokenizer"):
-        params.verify(320, tokenizer_present=False)
+        params.verify(320, None)
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_half_of_a_surrogate_pair_is_an_error_that_says_where(name):
+    with pytest.raises(ValueError, match=rf"^{name} is not valid Unicode: .*'\\ud800' in position 1.*repair the text"):
+        SamplingParams(**{name: ["x", "x\ud800"]})
 
 
 class Words:
@@ -209,3 +223,28 @@ def test_both_forms_of_a_bad_word_are_found_whatever_their_lengths():
 def test_a_bad_word_without_tokens_is_an_error():
     with pytest.raises(ValueError, match=r"bad_words='\\x00'"):
         SamplingParams(bad_words=["\x00"]).bad_words_ids(Words())
+    with pytest.raises(ValueError, match=r"bad_words='\\x00'"):
+        SamplingParams(bad_words=["\x00"]).verify(320, Words())
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"allowed_token_ids": [3], "bad_words": "word"},  # " word" is [3]
+        {"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1},
+        {"allowed_token_ids": [3, 5], "bad_words": "word", "stop_token_ids": [5], "min_tokens": 1},
+    ],
+)
+def test_allowed_ids_that_are_all_excluded_from_the_start_are_an_error(given):
+    params = SamplingParams(**given)
+    with pytest.raises(ValueError, match=r"allowed_token_ids=\(.*one id that bad_words and min_tokens do not exclude"):
+        params.verify(320, Words())
+    dataclasses.replace(params, min_tokens=0, bad_words=()).verify(320, Words())
+    dataclasses.replace(params, allowed_token_ids=[*params.allowed_token_ids, 1]).verify(320, Words())
+
+
+def test_what_excludes_ids_is_named_while_it_does():
+    params = SamplingParams(allowed_token_ids=[1], bad_words="word", min_tokens=2)
+    text = "allowed_token_ids and bad_words and min_tokens leave no token id to choose for output token 2; loosen them"
+    assert params.exclusion(1) == text
+    assert params.exclusion(2).startswith("allowed_token_ids and bad_words leave no")

@@ -400,6 +400,11 @@ def test_the_sampler_never_waits_for_the_device_and_equals_the_reference(monkeyp
             torch.testing.assert_close(column, reference)
 
 
+@pytest.mark.parametrize("value", [-torch.inf, torch.nan, torch.inf])
+def test_rows_without_an_id_to_choose_make_no_difference_to_others(kernels: Kernels, value: float) -> None:
+    suite.test_rows_without_an_id_to_choose_make_no_difference_to_others(kernels, value)
+
+
 def test_logits_that_are_nan_choose_an_id_of_the_vocabulary(kernels: Kernels) -> None:
     logits = torch.full((2, 10), torch.nan)
     logits[0] = -logits[1]  # both signs
