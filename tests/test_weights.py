@@ -19,7 +19,7 @@ from torch import Tensor
 
 from nanoapc.kernels.reference import ReferenceKernels
 from nanoapc.layers.linear import Linear
-from nanoapc.models.checkpoint import resolve_model
+from nanoapc.models.checkpoint import read_tensors, resolve_model
 from nanoapc.models.weights import replace_weights
 
 IDS = random_ids(20)
@@ -369,3 +369,24 @@ class TestResolveModel:
     def test_an_impossible_hub_name_is_an_error_before_any_network(self) -> None:
         with pytest.raises(ValueError, match=r"'not a name'.*local directory"):
             resolve_model("not a name")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="needs /proc to see what is mapped")
+def test_what_has_been_read_of_a_file_is_not_kept_in_memory(tmp_path: Path) -> None:
+    """16 tensors of 8 MiB each, added up one by one: never more than two of them are there."""
+    path = tmp_path / "model.safetensors"
+    save_file({f"w{i}": torch.full((2**21,), float(i)) for i in range(16)}, path)
+    gc.collect()
+
+    def resident_mib() -> float:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+    before = resident_mib()
+    most = total = 0.0
+    for _, tensor in read_tensors(dict.fromkeys([f"w{i}" for i in range(16)], path), [f"w{i}" for i in range(16)]):
+        total += tensor.double().mean().item()
+        most = max(most, resident_mib() - before)
+        del tensor
+    assert total == sum(range(16))
+    assert most < 48  # a tensor, its doubles, and some room

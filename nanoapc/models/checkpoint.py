@@ -127,8 +127,12 @@ def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], 
 
 
 def read_tensors(files: Mapping[str, Path], names: Iterable[str]) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, tensor) in the order of `names`, one tensor and one open file at a time."""
-    for path, group in itertools.groupby(names, key=files.__getitem__):
-        with _open(path) as file:
-            for name in group:
-                yield name, file.get_tensor(name)
+    """Yields (name, tensor) in the order of `names`, one at a time.
+
+    A file is opened anew for each: what has been read of an open one stays mapped, and counts as this process's memory.
+    """
+    for name in names:
+        with _open(files[name]) as file:
+            tensor = file.get_tensor(name)
+        yield name, tensor
+        del tensor
