@@ -181,7 +181,7 @@ def answer(llm: LLM, model_names: Sequence[str], lines: Iterable[Line], emit: Em
     prompts, params = tee(requests())  # `stream` reads both in step
     for output in llm.stream((line.prompt for line in prompts), (line.params for line in params if line.params)):
         line = running.pop(output.index)
-        emit(line.number, result_line(line, output, model_names[0]))
+        emit(line.number, result_line(line, output, model_names[0], llm.inputs.tokenizer))
 
 
 def _groups(lines: Iterable[Line]) -> Iterator[list[Line]]:

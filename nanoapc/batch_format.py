@@ -21,6 +21,7 @@ from hashlib import blake2b
 from itertools import accumulate, islice
 from typing import Any
 
+from nanoapc.engine.detokenizer import REPLACEMENT, partial_bytes
 from nanoapc.inputs import InputProcessor
 from nanoapc.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoapc.sampling_params import SamplingParams, check_unicode
@@ -254,19 +255,19 @@ def _completion_prompt(body: Mapping[str, Any]) -> Any:
 # -- result lines --------------------------------------------------------------------------------------------
 
 
-def result_line(line: RequestLine, output: RequestOutput, default_model: str) -> dict[str, Any]:
+def result_line(line: RequestLine, output: RequestOutput, default_model: str, tokenizer: Any) -> dict[str, Any]:
     """The result of a line that has run. OpenAI has no finish reason "error": one such output makes an error line."""
     if output.error is not None:
         return error_line(line, LineError(output.error, output.error.split(" ")[0]))
     is_chat = line.url == CHAT
-    choice = _chat_choice if is_chat else _completion_choice
+    num_top = line.body.get("top_logprobs", 0)
     num_prompt, num_output = len(output.prompt_token_ids), sum(len(o.token_ids) for o in output.outputs)
     body = {
         "id": ("chatcmpl-" if is_chat else "cmpl-") + line.digest,
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": line.body.get("model", default_model),
-        "choices": [choice(o, line.body.get("top_logprobs", 0)) for o in output.outputs],
+        "choices": [_chat_choice(o, num_top, tokenizer) if is_chat else _completion_choice(o) for o in output.outputs],
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
@@ -295,11 +296,12 @@ def encode_line(result: Mapping[str, Any]) -> bytes:
     return (text + "\n").encode(errors="backslashreplace")
 
 
-def _chat_choice(output: CompletionOutput, num_top: int) -> dict[str, Any]:
+def _chat_choice(output: CompletionOutput, num_top: int, tokenizer: Any) -> dict[str, Any]:
     logprobs = None
     if output.logprobs is not None:
+        token = partial(_token_and_bytes, tokenizer)
         content = [
-            {**_token(i, entries[i]), "top_logprobs": [_token(*best) for best in islice(entries.items(), num_top)]}
+            {**token(i, entries[i]), "top_logprobs": [token(*best) for best in islice(entries.items(), num_top)]}
             for i, entries in zip(output.token_ids, output.logprobs, strict=True)
         ]
         logprobs = {"content": content, "refusal": None}
@@ -308,7 +310,7 @@ def _chat_choice(output: CompletionOutput, num_top: int) -> dict[str, Any]:
     return {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
 
 
-def _completion_choice(output: CompletionOutput, num_top: int) -> dict[str, Any]:
+def _completion_choice(output: CompletionOutput) -> dict[str, Any]:
     logprobs = None
     if output.logprobs is not None:
         tokens = [_token(i, entries[i]) for i, entries in zip(output.token_ids, output.logprobs, strict=True)]
@@ -330,9 +332,15 @@ def _best_by_text(entries: Mapping[int, Logprob]) -> dict[str, float]:
 
 def _token(token_id: int, logprob: Logprob) -> dict[str, Any]:
     text = f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
-    # A part of a character has no text of its own, and its bytes are not known here.
-    data = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": max(LEAST_LOGPROB, logprob.logprob), "bytes": data}
+    return {"token": text, "logprob": max(LEAST_LOGPROB, logprob.logprob)}
+
+
+def _token_and_bytes(tokenizer: Any, token_id: int, logprob: Logprob) -> dict[str, Any]:
+    """Readers join the bytes of tokens that are parts of a character; these have no text of their own."""
+    token = _token(token_id, logprob)
+    is_whole = REPLACEMENT not in token["token"]
+    data = token["token"].encode() if is_whole else partial_bytes(tokenizer, token_id)
+    return {**token, "bytes": None if data is None else list(data)}
 
 
 def _digest(data: bytes) -> str:

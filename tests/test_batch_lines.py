@@ -85,7 +85,7 @@ def test_logprobs_have_the_shapes_of_openai(tmp_path: Path, llm: LLM) -> None:
     for entry in content:  # greedy: the chosen one is the best
         assert {key: entry[key] for key in ("token", "logprob", "bytes")} == entry["top_logprobs"][0]
         assert LEAST_LOGPROB <= entry["logprob"] <= 0
-        assert entry["bytes"] is None or bytes(entry["bytes"]).decode() == entry["token"]
+        assert bytes(entry["bytes"]).decode(errors="replace") == entry["token"]  # a part of a character has bytes, too
     only = body(found["chosen only"])["choices"][0]["logprobs"]["content"]
     assert [entry["top_logprobs"] for entry in only] == [[]] * 4
     assert [entry["logprob"] for entry in only] == [entry["logprob"] for entry in content]

@@ -12,7 +12,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from nanoapc.engine.detokenizer import MAX_CONTEXT_TOKENS, MAX_HELD_TOKENS, Detokenizer, output_text
+from nanoapc.engine.detokenizer import MAX_CONTEXT_TOKENS, MAX_HELD_TOKENS, Detokenizer, output_text, partial_bytes
 from nanoapc.sampling_params import SamplingParams
 
 TEXT = "It ends. It begins  twice.\n\n next time the end begins, and the beginning ends. " * 3
@@ -281,3 +281,21 @@ def test_work_per_token_is_bounded(piece):
     assert worst <= 4 * MAX_HELD_TOKENS + MAX_CONTEXT_TOKENS
     if piece == "word ":
         assert worst <= 4
+
+
+@tokenizers
+def test_the_bytes_of_a_characters_parts_make_the_character(make):
+    tokenizer = make()
+    ids = tokenizer.encode("\U0001f600\u0416", add_special_tokens=False)
+    parts = [i for i in ids if "\ufffd" in tokenizer.decode([i])]
+    assert len(parts) > 1
+    whole = [partial_bytes(tokenizer, i) if i in parts else tokenizer.decode([i]).encode() for i in ids]
+    assert b"".join(whole).decode().strip() == "\U0001f600\u0416"
+
+
+def test_bytes_that_no_alphabet_tells_are_none():
+    class Other:
+        def convert_ids_to_tokens(self, token_id):
+            return "\u2581\ufffd"
+
+    assert partial_bytes(Other(), 5) is None

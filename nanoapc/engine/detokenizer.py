@@ -12,9 +12,10 @@ differently in the incremental text.)
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -132,3 +133,17 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
+
+
+def partial_bytes(tokenizer: Any, token_id: int) -> bytes | None:
+    """The bytes of a token that is a part of a character; None where the tokenizer's alphabet does not tell them.
+
+    Byte-level tokenizers write each byte as a character of its own, those with byte fallback as <0xE4>.
+    """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    piece = tokenizer.convert_ids_to_tokens(token_id)
+    if match := re.fullmatch("<0x([0-9A-F]{2})>", piece):
+        return bytes([int(match[1], 16)])
+    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
+    return bytes(map(alphabet.__getitem__, piece)) if alphabet.keys() >= set(piece) else None
