@@ -26,6 +26,7 @@ OTHER_ENCODINGS = {
     b"{\0": "UTF-16LE",  # without a byte order mark: JSON has no zeros
     b"\0{": "UTF-16BE",
 }
+ARCHIVES = {b"PK\x03\x04": "a zip archive", b"BZh": "compressed by bzip2", b"\xfd7zX": "compressed by xz"}
 CHUNK_BYTES = 2**16
 
 
@@ -35,7 +36,7 @@ def open_input(path: str) -> IO[bytes]:
     Gzip and zstd are known by their first bytes. What cannot be read at any place is copied to a temporary file.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is damaged, of another encoding, or needs a library for zstd.
+        OSError: it cannot be read. ValueError: it is damaged, of another encoding, packed otherwise, or needs a library for zstd.
     """
     file: IO[bytes] = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
     if path == "-" or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -49,6 +50,9 @@ def open_input(path: str) -> IO[bytes]:
     for mark, name in OTHER_ENCODINGS.items():
         if begin.startswith(mark) and b"\0" in begin:
             raise ValueError(f"{path} is {name} text; convert it first, for example: iconv -f {name} -t UTF-8")
+    for magic, what in ARCHIVES.items():
+        if begin.startswith(magic):
+            raise ValueError(f"{path} is {what}; unpack it first (gzip and zstd are read as they are)")
     return file
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import bz2
 import json
+import lzma
 import random
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +252,23 @@ def test_other_encodings_are_refused_by_name(tmp_path: Path, llm: LLM, encoding:
         (tmp_path / "in.jsonl").write_bytes(text.encode(encoding))  # without a mark
         with pytest.raises(ValueError, match="is UTF-16BE text"):
             run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm)
+
+
+@pytest.mark.parametrize(
+    ("pack", "what"),
+    [(bz2.compress, "compressed by bzip2"), (lzma.compress, "compressed by xz"), (None, "a zip archive")],
+)
+def test_other_archives_are_refused_by_name(
+    tmp_path: Path, llm: LLM, pack: Callable[[bytes], bytes] | None, what: str
+) -> None:
+    path, data = tmp_path / "in.jsonl", encode(completion("a"))
+    if pack is not None:
+        path.write_bytes(pack(data))
+    else:
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("in.jsonl", data)
+    with pytest.raises(ValueError, match=f"in.jsonl is {what}; unpack it first"):
+        run_batch(path, tmp_path / "out.jsonl", llm, quiet=True)
 
 
 def test_line_ends_of_unicode_end_no_line(tmp_path: Path, llm: LLM) -> None:
