@@ -203,6 +203,7 @@ class Vllm:
             raise SystemExit("--compare vllm needs --vllm-python, the Python of an environment with vllm")
         env = {**os.environ, "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}", "HF_HUB_OFFLINE": "1"}
         env = {"VLLM_CPU_KVCACHE_SPACE": "3", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", **env}
+        env.pop("GOMP_SPINCOUNT", None)  # nanoapc's choice, not vLLM's
         command = [args.vllm_python, __file__, "--serve-vllm", "--model", args.model, "--dtype", args.dtype]
         command += ["--load-format", args.load_format, "--max-model-len", str(args.max_model_len)]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
@@ -501,12 +502,12 @@ def measure(args: argparse.Namespace, folder: str) -> Report:
     """Settles the model and runs the asked-for measurement."""
     if args.host:
         return host()
-    import torch
-
-    import nanoapc
+    import nanoapc  # before torch, as its users do
     from nanoapc.models.checkpoint import resolve_model
 
     if args.threads:
+        import torch
+
         torch.set_num_threads(args.threads)
     if args.model == "embedded":
         args.model = str(Path(nanoapc.__file__).parent / "embedded")

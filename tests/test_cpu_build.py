@@ -130,3 +130,16 @@ def test_the_key_covers_flags_compiler_and_sources(
     monkeypatch.setattr(cpu, "SOURCES", [changed, *cpu.SOURCES[1:]])
     keys.add(cpu.build_key([str(compiler)]))
     assert len(keys) == 4
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="PyTorch's OpenMP is GNU's on Linux only")
+@pytest.mark.parametrize(
+    ("given", "expected"), [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
+)
+def test_threads_that_wait_leave_the_core_to_others(given: dict[str, str], expected: str) -> None:
+    """OpenMP itself says what it has read, and that is what nanoapc sets, unless the caller has set it."""
+    env = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    env |= {"OMP_DISPLAY_ENV": "verbose", **given}
+    command = [sys.executable, "-c", "import nanoapc"]
+    shown = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, check=True).stderr
+    assert f"GOMP_SPINCOUNT = '{expected}'" in shown
