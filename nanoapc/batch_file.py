@@ -98,6 +98,8 @@ class BatchSummary:
     def __str__(self) -> str:
         resumed = f" ({self.resumed} before this run)" if self.resumed else ""
         lines = f"{self.done} of {self.total} lines answered, {self.failed} failed{resumed}"
+        if not self.prompt_tokens:
+            return lines
         saved = f"{self.cached_tokens} of {self.prompt_tokens} prompt tokens saved"
         return f"{lines}; {self.seconds:.1f} s, {self.rates()}, {saved}"
 
@@ -369,7 +371,9 @@ def dry_run(
                     yield line.prompt
                     continue
                 result.failed += 1
-                result.errors += [f"line {line.number} ({line.custom_id}): {line.error}"] * (result.failed <= MAX_NAMED)
+                # An error without a custom_id names the line itself.
+                where = "" if line.custom_id is None else f"line {line.number} ({line.custom_id}): "
+                result.errors += [f"{where}{line.error}"] * (result.failed <= MAX_NAMED)
 
     with _checked_plan(os.fspath(input_path), names, quiet) as plan:
         result.total = plan.total

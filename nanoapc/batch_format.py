@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import accumulate, islice
+from itertools import accumulate
 from typing import Any
 
 from nanoapc.engine.detokenizer import REPLACEMENT, partial_bytes
@@ -301,7 +301,7 @@ def _chat_choice(output: CompletionOutput, num_top: int, tokenizer: Any) -> dict
     if output.logprobs is not None:
         token = partial(_token_and_bytes, tokenizer)
         content = [
-            {**token(i, entries[i]), "top_logprobs": [token(*best) for best in islice(entries.items(), num_top)]}
+            {**token(i, entries[i]), "top_logprobs": [token(*best) for best in _best_first(entries)[:num_top]]}
             for i, entries in zip(output.token_ids, output.logprobs, strict=True)
         ]
         logprobs = {"content": content, "refusal": None}
@@ -323,9 +323,14 @@ def _completion_choice(output: CompletionOutput) -> dict[str, Any]:
     return {"index": output.index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
 
+def _best_first(entries: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
+    """The best ids come first, of ties the lowest one."""
+    return sorted(entries.items(), key=lambda entry: (entry[1].rank or 0, entry[0]))
+
+
 def _best_by_text(entries: Mapping[int, Logprob]) -> dict[str, float]:
     best: dict[str, float] = {}
-    for token in map(_token, entries.keys(), entries.values()):
+    for token in (_token(*entry) for entry in _best_first(entries)):
         best.setdefault(token["token"], token["logprob"])  # of two ids with the same text the better one counts
     return best
 

@@ -36,7 +36,7 @@ def open_input(path: str) -> IO[bytes]:
     Gzip and zstd are known by their first bytes. What cannot be read at any place is copied to a temporary file.
 
     Raises:
-        OSError: it cannot be read. ValueError: it is damaged, of another encoding, packed otherwise, or needs a library for zstd.
+        OSError: it cannot be read. ValueError: it is damaged, packed or encoded otherwise, or needs a library for zstd.
     """
     file: IO[bytes] = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
     if path == "-" or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

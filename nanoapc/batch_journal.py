@@ -42,6 +42,7 @@ class Journal:
         self._final = Path(path) if suffix in MAGIC else None
         self.path = Path(f"{path}.partial" if self._final else path)
         self._is_stream = path == "-" or (self.path.exists() and not stat.S_ISREG(self.path.stat().st_mode))
+        self._is_new = path != "-" and not os.path.lexists(self.path)
         self._size = 0
         self._next_sync = 0.0
         with ExitStack() as stack:
@@ -111,6 +112,8 @@ class Journal:
     def __exit__(self, *exception: object) -> None:
         with self._stack:
             self.sync()
+            if self._is_new and self._size == 0 and exception[0] is not None:
+                self.path.unlink()  # a run that could not start leaves nothing behind
 
 
 @contextmanager

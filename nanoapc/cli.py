@@ -78,7 +78,8 @@ def _run_batch(args: argparse.Namespace) -> int:
         if args.dry_run:
             checked = dry_run(args.input_file, model, quiet=args.quiet, served_model_names=names, **engine)
             unnamed = checked.failed - len(checked.errors)
-            print(*checked.errors, *[f"... {unnamed} more"] * (unnamed > 0), sep="\n", end="", file=sys.stderr)
+            for text in (*checked.errors, *[f"... {unnamed} more"] * (unnamed > 0)):
+                print(text, file=sys.stderr)
             print(checked)
             return int(checked.failed > 0)
         if args.output_file is None:

@@ -1,7 +1,8 @@
 """EngineConfig: every knob of the engine, its default and its check.
 
 Invariant: an EngineConfig that exists is valid in itself; what depends on the model (lengths, memory) is settled by
-`LLM` when the model is known. Unknown names are an error that suggests the nearest known one.
+`LLM` when the model is known. Unknown names are an error that suggests the nearest known one. An argument of vLLM that
+changes nothing here passes; for another the error says what to do instead.
 """
 
 from __future__ import annotations
@@ -15,8 +16,38 @@ from typing import Any
 HASH_ALGORITHMS = ("xxhash", "xxhash_cbor", "sha256", "sha256_cbor")
 SCHEDULE_POLICIES = ("prefix", "fcfs")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "dummy")
 FILES = ("prefix_cache_file", "metrics_file", "trace")
+
+IGNORED = {
+    *("disable_custom_all_reduce", "disable_log_stats", "enable_chunked_prefill", "max_logprobs", "max_lora_rank"),
+    *("max_seq_len_to_capture", "swap_space"),
+}
+"""Arguments of vLLM that change no result here."""
+ONE_DEVICE = "an LLM runs on one device; docs/batch_files.md says how to use several"
+SNAPSHOT = "pass the directory that huggingface_hub.snapshot_download(name, revision=...) returns"
+HARMLESS: dict[str, tuple[Any, str]] = {
+    "tensor_parallel_size": (1, ONE_DEVICE),
+    "pipeline_parallel_size": (1, ONE_DEVICE),
+    "data_parallel_size": (1, ONE_DEVICE),
+    "distributed_executor_backend": (None, ONE_DEVICE),
+    "quantization": (None, "pass an unquantised checkpoint"),
+    "kv_cache_dtype": ("auto", "the KV cache has the dtype of the weights"),
+    "cpu_offload_gb": (0, "the weights must fit the device"),
+    "enable_lora": (False, "merge the adapter into the weights"),
+    "enable_sleep_mode": (False, "close() gives the memory back, load_weights() replaces the weights"),
+    "speculative_config": (None, "leave it out, the outputs are the same"),
+    "revision": (None, SNAPSHOT),
+    "tokenizer_revision": (None, SNAPSHOT),
+    "tokenizer_mode": ("auto", "the tokenizer is the one that transformers loads"),
+    "hf_overrides": (None, "change config.json in a copy of the model's directory"),
+    "generation_config": ("auto", "SamplingParams() has the neutral values"),
+    "logprobs_mode": ("raw_logprobs", "log-probs are those of the raw logits"),
+    "model_impl": ("auto", "each architecture has one implementation"),
+    "task": ("generate", "a model generates text and does nothing else"),
+}
+"""Arguments of vLLM that are not supported: the value with which they change nothing (None, too), and what to do."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +112,24 @@ class EngineConfig:
 
     @classmethod
     def from_arguments(cls, model: str | os.PathLike[str], **arguments: Any) -> EngineConfig:
-        """Checks the names and the values; ValueError names the argument, the value and what is allowed."""
+        """Checks the names and the values; ValueError names the argument, the value and what is allowed.
+
+        None stands for an argument's default.
+        """
         known = {field.name for field in dataclasses.fields(cls)}
-        for name in arguments:
-            if name not in known:
+        for name, value in arguments.items():
+            if name in HARMLESS:
+                harmless, remedy = HARMLESS[name]
+                if value is not None and value != harmless:
+                    raise ValueError(f"{name}={value!r} is not supported (only {harmless!r} is); {remedy}")
+            elif name not in known | IGNORED:
                 near = difflib.get_close_matches(name, sorted(known), n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(sorted(known))}"
                 raise ValueError(f"LLM got an unknown argument {name!r}; {hint}")
-        if arguments.get("dtype") is not None and not isinstance(arguments["dtype"], str):
-            arguments["dtype"] = str(arguments["dtype"]).removeprefix("torch.")
+        arguments = {name: value for name, value in arguments.items() if name in known and value is not None}
+        if "dtype" in arguments:
+            dtype = str(arguments["dtype"]).removeprefix("torch.")
+            arguments["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
         for name in FILES:
             if isinstance(arguments.get(name), os.PathLike):
                 arguments[name] = os.fspath(arguments[name])

@@ -13,14 +13,31 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice, repeat, zip_longest
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
 
 from nanoapc.engine.block_hash import encode_extra_keys
 from nanoapc.sampling_params import SamplingParams, check_unicode
 
-PromptType: TypeAlias = "str | Sequence[int] | Mapping[str, Any]"
+
+class _PromptOptions(TypedDict, total=False):
+    cache_salt: str | None  # only requests with the same salt share cached prefixes
+
+
+class TextPrompt(_PromptOptions):
+    """A prompt that is still to be tokenised."""
+
+    prompt: str
+
+
+class TokensPrompt(_PromptOptions):
+    """A prompt of token ids."""
+
+    prompt_token_ids: Sequence[int]
+
+
+PromptType: TypeAlias = "str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]"
 KNOWN_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
 BYTES = bytes | bytearray
 """Sequences of numbers, which are no token ids: most likely a text that was not decoded."""
@@ -57,16 +74,19 @@ def as_prompt_list(prompts: PromptType | Iterable[PromptType]) -> list[PromptTyp
 
 
 def _for_all(params: Any) -> SamplingParams | None:
-    """The SamplingParams of all prompts (None stands for the defaults); None if these are one for each."""
-    if params is None or isinstance(params, SamplingParams):
-        return params or SamplingParams()
+    """A copy of the SamplingParams of all prompts; None if these are one for each."""
+    if isinstance(params, SamplingParams):
+        return params.clone()
     if isinstance(params, Mapping) or not isinstance(params, Iterable):
         raise ValueError(f"sampling_params is {params!r}; it must be a SamplingParams, or one for each prompt")
     return None
 
 
 def pair_params(prompts: Sequence[Any], params: Any, first_index: int = 0) -> list[SamplingParams]:
-    """One SamplingParams for each prompt; `first_index` is the index of prompts[0] in error messages."""
+    """One SamplingParams for each prompt, copies, because the caller may change his before they have run.
+
+    first_index: the index of prompts[0] in error messages.
+    """
     if (one := _for_all(params)) is not None:
         return [one] * len(prompts)
     pairs = list(params)
@@ -77,7 +97,8 @@ def pair_params(prompts: Sequence[Any], params: Any, first_index: int = 0) -> li
     for index, item in enumerate(pairs):
         if not isinstance(item, SamplingParams):
             raise ValueError(f"sampling_params[{first_index + index}] is {item!r}; it must be a SamplingParams")
-    return pairs
+    copies = {id(item): item.clone() for item in pairs}
+    return [copies[id(item)] for item in pairs]
 
 
 def pair_as_they_come(prompts: Any, params: Any) -> Iterator[tuple[Any, SamplingParams]]:
@@ -166,7 +187,10 @@ class InputProcessor:
 
     def tokenize(self, texts: list[str], add_special_tokens: bool = True) -> list[list[int]]:
         """Token ids of valid texts, all in one call; rendered conversations have their special tokens already."""
-        return self.tokenizer(texts, add_special_tokens=add_special_tokens)["input_ids"] if texts else []
+        if not texts:
+            return []
+        # verbose=False: what is too long gets an error of its own here.
+        return self.tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
 
     def check_token_ids(self, token_ids: Any, name: str) -> np.ndarray:
         """token ids -> [n] int32; ValueError if one is not whole or outside the vocabulary, or if too many."""
@@ -202,7 +226,7 @@ class InputProcessor:
 
 def as_conversations(messages: Any) -> list[Any]:
     """One conversation (a list of messages) or many -> a list of conversations."""
-    many = list(messages) if isinstance(messages, Iterable) else [messages]
+    many = [messages] if isinstance(messages, str) or not isinstance(messages, Iterable) else list(messages)
     return [many] if many and isinstance(many[0], Mapping) else many
 
 

@@ -36,6 +36,7 @@ from nanoapc.inputs import (
     until_error,
 )
 from nanoapc.outputs import RequestOutput, warn_of_errors
+from nanoapc.progress import Speed
 from nanoapc.sampling_params import SamplingParams
 
 
@@ -92,7 +93,7 @@ class LLM:
             prompts: one or many; each a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and
                 optionally "cache_salt" (only requests with the same salt share cached prefixes). Texts are
                 tokenised as the tokenizer does it, with its BOS; do not pass rendered chat templates, use `chat`.
-            sampling_params: one for all or one for each; None samples with the defaults.
+            sampling_params: one for all or one for each; None: `get_default_sampling_params`.
             use_tqdm: show progress on standard error.
 
         Raises:
@@ -105,7 +106,7 @@ class LLM:
                 f"lora_request={lora_request!r}: LoRA adapters are not supported; merge it into the weights"
             )
         raw = as_prompt_list(prompts)
-        params = pair_params(raw, sampling_params)
+        params = pair_params(raw, self._or_default(sampling_params))
         self._verify(params)
         with tqdm(total=len(raw), desc="Tokenizing", disable=not use_tqdm, leave=False) as bar:
             ready = self.inputs.prompts(raw, progress=bar.update)
@@ -117,6 +118,7 @@ class LLM:
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
+        lora_request: None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
@@ -140,8 +142,11 @@ class LLM:
             for i, conversation in enumerate(conversations)
         ]
         token_ids = self.inputs.tokenize(texts, add_special_tokens=False)
-        prompts = [{"prompt_token_ids": ids, "cache_salt": cache_salt} for ids in token_ids]
-        return self.generate(prompts, sampling_params, use_tqdm)
+        prompts = [
+            {"prompt": text, "prompt_token_ids": ids, "cache_salt": cache_salt}
+            for text, ids in zip(texts, token_ids, strict=True)
+        ]
+        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
 
     def _run_all(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         outputs: list[RequestOutput | None] = [None] * len(requests)
@@ -152,7 +157,7 @@ class LLM:
         for request in requests:
             request.call = call
         with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
-            speed = _Speed(bar)
+            speed = Speed(bar)
             for output in self._serve(call):
                 outputs[output.index] = output
                 speed.count(output)
@@ -173,7 +178,7 @@ class LLM:
         ValueError once everything before it has been yielded.
         """
         call = _Call()
-        call.source = self._windows(pair_as_they_come(prompts, sampling_params), call)
+        call.source = self._windows(pair_as_they_come(prompts, self._or_default(sampling_params)), call)
         return self._serve(call)
 
     def _windows(self, pairs: Iterable[tuple[Any, SamplingParams]], call: _Call) -> Iterator[list[EngineSequence]]:
@@ -218,7 +223,7 @@ class LLM:
     def add_request(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> str:
         """Queues one prompt for `step`; returns its request_id."""
         with self._lock:
-            (request,) = self._requests([(prompt, sampling_params or SamplingParams())], 0, self._steps)
+            (request,) = self._requests([(prompt, self._or_default(sampling_params))], 0, self._steps)
             self.engine.submit(self.engine.prepare([request]))
             self._steps.pending[request.request_id] = request
             return request.request_id
@@ -325,6 +330,13 @@ class LLM:
         """The transformers tokenizer (None with skip_tokenizer_init)."""
         return self.engine.tokenizer
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What requests without SamplingParams get: the model's own suggestions (generation_config.json)."""
+        return SamplingParams(**self.engine.model_config.suggested_sampling)
+
+    def _or_default(self, params: Any) -> Any:
+        return self.get_default_sampling_params() if params is None else params
+
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False, and nothing changes, while requests are running."""
         with self._lock:
@@ -393,25 +405,3 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
-
-
-class _Speed:
-    """The progress bar's text: prompt tokens (computed, and cached apart) and output tokens a second."""
-
-    def __init__(self, bar: Any):
-        self.bar = bar
-        self.computed = self.cached = self.generated = 0
-
-    def count(self, output: RequestOutput) -> None:
-        """One more finished request."""
-        self.computed += len(output.prompt_token_ids) - output.num_cached_tokens
-        self.cached += output.num_cached_tokens
-        self.generated += sum(len(completion.token_ids) for completion in output.outputs)
-        if not self.bar.disable:
-            seconds = max(self.bar.format_dict["elapsed"], 1e-9)
-            self.bar.set_postfix_str(
-                f"prompt {self.computed / seconds:.0f} tok/s + {self.cached} cached, "
-                f"output {self.generated / seconds:.0f} tok/s",
-                refresh=False,
-            )
-        self.bar.update(1)

@@ -35,11 +35,15 @@ class CompletionOutput:
     text: str
     token_ids: list[int]  # the generated ids, with the stop token if one ended it
     cumulative_logprob: float | None = None  # sum of the chosen tokens' log-probs, if log-probs were asked for
-    logprobs: list[dict[int, Logprob]] | None = None  # per token: k or k + 1 entries, always with the chosen id
+    logprobs: list[dict[int, Logprob]] | None = None  # per token: k or k + 1 entries, the chosen id's first
     finish_reason: FinishReason | None = None  # "stop": a stop string or token, or an end-of-sequence id;
     # "length": max_tokens or no room; "abort"; "error": the request's own parameters left no token id to choose
     stop_reason: str | int | None = None  # the stop string or stop token id (None for an end-of-sequence id), or what
     # the error is
+
+    def finished(self) -> bool:
+        """Whether it has ended (one that `generate` returns has)."""
+        return self.finish_reason is not None
 
 
 @dataclass(frozen=True)
@@ -88,12 +92,12 @@ def logprob_entries(
     top_logprobs: Sequence[float],
     decode: Callable[[int], str] | None = None,
 ) -> dict[int, Logprob]:
-    """One position's entries: the best ids in order (ties share a rank), then the chosen id if it is new."""
-    entries: dict[int, Logprob] = {}
+    """One position's entries, as in vLLM: the chosen id, then the best of the others in order (ties share a rank)."""
+    entries = {token_id: Logprob(logprob, rank, decode(token_id) if decode else None)}
     best_rank, previous = 1, None
     for place, (top_id, top_logprob) in enumerate(zip(top_ids, top_logprobs, strict=True), start=1):
         if top_logprob != previous:
             best_rank, previous = place, top_logprob
-        entries[top_id] = Logprob(top_logprob, best_rank, decode(top_id) if decode else None)
-    entries[token_id] = Logprob(logprob, rank, decode(token_id) if decode else None)
+        if top_id != token_id:
+            entries[top_id] = Logprob(top_logprob, best_rank, decode(top_id) if decode else None)
     return entries

@@ -1,15 +1,16 @@
 """SamplingParams: how one request is sampled, with vLLM's names and defaults.
 
-Invariant: an instance is valid and normalised. Every value is checked when it is constructed (a ValueError
-names the parameter, the value and what is allowed), sequences become tuples of their own, and nothing can be
-changed afterwards (`dataclasses.replace` makes a changed copy). What depends on the model (token ids inside
-the vocabulary, a tokenizer for strings) is checked by `verify`, before a request runs.
+Invariant: an instance is valid and normalised. Every value is checked when it is constructed or assigned (a
+ValueError names the parameter, the value and what is allowed), and sequences become tuples of their own. A
+request has a copy of its own, so that an assignment concerns later requests only. What depends on the model
+(token ids inside the vocabulary, a tokenizer for strings) is checked by `verify`, before a request runs.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from numbers import Integral, Real
 from typing import Any, Protocol
 
@@ -29,7 +30,7 @@ class Encoder(Protocol):
         ...
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class SamplingParams:
     """How to sample the outputs of one request.
 
@@ -57,6 +58,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     detokenize: bool = True  # whether to make text at all
     skip_special_tokens: bool = True  # whether special tokens are left out of the text
+    spaces_between_special_tokens: bool = True  # no effect: the tokenizers of the models here put no spaces there
     logit_bias: Mapping[int, float] | None = None  # id -> what is added to its logit; as in JSON "12" is 12
     allowed_token_ids: Sequence[int] | None = None  # if given, only these ids are generated
     skip_reading_prefix_cache: bool | None = None  # compute the prompt anew; None: iff prompt_logprobs
@@ -80,7 +82,23 @@ class SamplingParams:
             raise _error("skip_reading_prefix_cache", False, remedy)
 
     def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # the instance is frozen for everybody else
+        object.__setattr__(self, name, value)  # unchecked
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Takes a value that passes the constructor's checks, alone and beside the others."""
+        if name in vars(self):
+            vars(self).update(vars(replace(self, **{name: value})))
+        elif name in self.__dataclass_fields__:  # the constructor is at work, and checks all of them at its end
+            self._set(name, value)
+        else:
+            raise AttributeError(f"SamplingParams has no parameter {name!r}")
+
+    def clone(self) -> SamplingParams:
+        """A copy that shares nothing with this one that can change."""
+        twin = copy.copy(self)
+        if self.logit_bias is not None:
+            twin._set("logit_bias", dict(self.logit_bias))
+        return twin
 
     @property
     def skips_cache(self) -> bool:

@@ -259,7 +259,7 @@ def test_a_dry_run_checks_every_line_and_sizes_the_forest_without_weights(
     assert (checked.total, checked.failed) == (154, 3)
     assert [error.split(":")[0] for error in sorted(checked.errors)] == [
         "line 151 (bad)",
-        "line 152 (None)",
+        "line 152 is not JSON",
         "line 153 (long)",
     ]
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "model"}

@@ -100,6 +100,18 @@ def test_logprobs_have_the_shapes_of_openai(tmp_path: Path, llm: LLM) -> None:
     assert body(found["none"])["choices"][0]["logprobs"] is None
 
 
+def test_top_logprobs_are_the_best_in_order_whatever_was_chosen(tmp_path: Path, llm: LLM) -> None:
+    chosen = {"logit_bias": {"77": 100}, "ignore_eos": True}
+    lines = [chat("chat", logprobs=True, top_logprobs=3, **chosen), completion("legacy", logprobs=3, **chosen)]
+    found = by_id(run(tmp_path, llm, lines)[0])
+    for entry in body(found["chat"])["choices"][0]["logprobs"]["content"]:
+        best = [top["logprob"] for top in entry["top_logprobs"]]
+        assert len(best) == 3 and best == sorted(best, reverse=True) and entry["logprob"] < best[-1]
+    legacy = body(found["legacy"])["choices"][0]["logprobs"]
+    for token, top in zip(legacy["tokens"], legacy["top_logprobs"], strict=True):
+        assert list(top.values()) == sorted(top.values(), reverse=True) and list(top)[-1] == token
+
+
 def test_fields_change_the_answer_as_sampling_params_do(tmp_path: Path, llm: LLM) -> None:
     prompt = "the quick brown fox"
     cases: dict[str, dict[str, Any]] = {

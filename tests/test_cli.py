@@ -69,7 +69,7 @@ def test_exit_codes(
     out, err = capfd.readouterr()
     if code == 2:
         assert "error: " in err and "Traceback" not in err and out == ""
-        assert not (tmp_path / "out.jsonl").exists() or (tmp_path / "out.jsonl").read_bytes() == b""
+        assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]  # nothing is left behind
 
 
 def test_all_lines_answered_is_zero_and_an_empty_file_says_so(
@@ -78,6 +78,8 @@ def test_all_lines_answered_is_zero_and_an_empty_file_says_so(
     source = write_lines(tmp_path / "in.jsonl", [completion("a")])
     options = ["-i", source, "--model", model_dir, *ENGINE, "--quiet"]
     assert main("-o", tmp_path / "out.jsonl", *options) == 0
+    done_before = BatchSummary(total=1, done=1, resumed=1)
+    assert str(done_before) == "1 of 1 lines answered, 0 failed (1 before this run)"  # and no rates of nothing
     assert capfd.readouterr() == ("", "")
     source.write_bytes(b"\n")
     assert main("-o", tmp_path / "empty.jsonl", *options) == 0
@@ -104,7 +106,7 @@ def test_a_dry_run_prints_the_forest_and_the_bad_lines(
     assert main("-i", source, "--dry-run", "--quiet", "--model", model_dir, *ENGINE) == 1
     out, err = capfd.readouterr()
     assert out.startswith("2 lines, 1 with errors; ") and "planned hit rate" in out
-    assert "line 2 (bad): top_p=3" in err
+    assert err.startswith("line 2 (bad): top_p=3") and err.endswith("\n")
 
 
 def test_every_engine_option_is_there_with_its_meaning(

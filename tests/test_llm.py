@@ -142,6 +142,15 @@ class TestPrompts:
         with pytest.raises(ValueError, match=r"prompt 0 is .*; it must be"):
             list(make_llm().stream(prompts))
 
+    def test_what_is_too_long_gets_one_message(
+        self, make_llm: MakeLLM, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        llm = make_llm()
+        llm.get_tokenizer().model_max_length = 64
+        with pytest.raises(ValueError, match="prompt 0 has 300 tokens"):
+            run(llm, ["x" * 300])
+        assert "longer than" not in capfd.readouterr().err + caplog.text  # transformers' own warning
+
     def test_the_callers_objects_are_left_alone(self, make_llm: MakeLLM) -> None:
         llm, ids = make_llm(), random_ids(9)
         prompts = [{"prompt_token_ids": ids, "cache_salt": "a"}, "text"]
@@ -203,7 +212,9 @@ class TestConstruction:
         ("arguments", "message"),
         [
             ({"max_model_length": 5}, "unknown argument 'max_model_length'; did you mean 'max_model_len'"),
-            ({"tensor_parallel_size": 2}, "unknown argument 'tensor_parallel_size'"),
+            ({"scheduling_policy": None}, "unknown argument 'scheduling_policy'; did you mean 'schedule_policy'"),
+            ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2 is not supported \(only 1 is\); an LLM runs on one"),
+            ({"quantization": "awq"}, "quantization='awq' is not supported .*; pass an unquantised checkpoint"),
             ({"dtype": "int8"}, "dtype must be one of auto, float32"),
             ({"device": "tpu"}, "device must be 'auto', 'cpu', 'cuda'"),
             ({"device": "meta"}, "device must be"),
@@ -826,7 +837,7 @@ class TestChat:
     @pytest.mark.parametrize(
         ("messages", "message"),
         [
-            ("hello", "conversation 0 is 'h'; it must be a non-empty list of messages"),
+            ("hello", "conversation 0 is 'hello'; it must be a non-empty list of messages"),
             (None, "conversation 0 is None; it must be"),
             ([MESSAGES, []], r"conversation 1 is \[\]"),
             ([MESSAGES, ["hello"]], "message 0 of conversation 1 is 'hello'; it must be a dict"),
@@ -879,7 +890,7 @@ class TestOutputs:
         for i, entry in enumerate(entries):
             assert entry is not None and ids[i + 1] in entry
             top = expected[i].topk(3).indices.tolist()
-            assert list(entry)[:3] == top
+            assert list(entry) == [ids[i + 1], *(token_id for token_id in top if token_id != ids[i + 1])]
             for token_id, logprob in entry.items():
                 assert logprob.logprob == pytest.approx(expected[i, token_id].item(), abs=1e-4)
                 assert logprob.rank == int((expected[i] > expected[i, token_id]).sum()) + 1

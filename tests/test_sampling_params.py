@@ -12,7 +12,10 @@ import pytest
 from nanoapc.sampling_params import SamplingParams
 
 NAN, INF = float("nan"), float("inf")
-FLAGS = ["include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"]
+FLAGS = [
+    *("include_stop_str_in_output", "ignore_eos", "detokenize", "skip_special_tokens"),
+    "spaces_between_special_tokens",
+]
 BAD_VALUES = {
     "n": [0, -1, 1.5, True, None, "2", 2**14 + 1],
     "presence_penalty": [-2.1, 2.1, NAN, None, "1"],
@@ -129,10 +132,23 @@ def test_the_callers_objects_are_neither_changed_nor_kept():
     assert params.logit_bias == {7: 1.0}
 
 
-def test_it_cannot_be_changed_but_copied():
+def test_an_assigned_value_is_checked_and_normalised():
+    params = SamplingParams(stop="x", min_tokens=4)
+    params.stop, params.temperature, params.seed = ["a", "b"], np.float32(0), -1
+    assert params == SamplingParams(stop=("a", "b"), min_tokens=4, temperature=0.0) and params.is_greedy
+    for name, value in (("temperature", -1), ("max_tokens", 3), ("detokenize", False), ("stop", "")):
+        with pytest.raises(ValueError, match="is not possible; allowed: "):
+            setattr(params, name, value)
+    with pytest.raises(AttributeError, match="SamplingParams has no parameter 'max_token'"):
+        params.max_token = 3
+    assert params == SamplingParams(stop=("a", "b"), min_tokens=4, temperature=0)
+
+
+def test_copies():
     params = SamplingParams(stop="x", logit_bias={1: 2})
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        params.temperature = -1
+    clone = params.clone()
+    clone.max_tokens, clone.logit_bias[1] = 5, 3.0
+    assert (params.max_tokens, params.logit_bias) == (16, {1: 2.0})
     assert dataclasses.replace(params, max_tokens=3).max_tokens == 3
     with pytest.raises(ValueError, match="top_p"):
         dataclasses.replace(params, top_p=2)

@@ -6,8 +6,8 @@ share a run of blocks are neighbours, and a shared run belongs to one contiguous
     KV position   0        256       512       768
     seq 0  row 0  |  A A A A | B B B B | c c        A: one tile, rows 0-3, level 0
     seq 1  row 1  |  A A A A | B B B B | d d d      B: one tile, rows 0-1, level 1
-    seq 2  row 2  |  A A A A | e                    C: one tile, rows 2-3 (if worth it), ...
-    seq 3  row 3  |  A A A A | f f f                c d e f: one tile each, the rows' last
+    seq 2  row 2  |  A A A A | e                    c, d, e, f: one tile each,
+    seq 3  row 3  |  A A A A | f f f                the last one of its row
 
 Invariant: for each row the tiles that hold it have ascending levels and adjacent KV ranges that start at 0 and
 end after the row's own position, so every (row, visible KV position) pair is covered exactly once.

@@ -27,7 +27,7 @@ import xxhash
 logger = logging.getLogger(__name__)
 
 ExtraKey = tuple[str | int | bytes, ...]
-"""A tagged reason why equal tokens are not equal content: ("salt", s), ("lora", name, content id), ..."""
+"""A tagged reason why equal tokens are not equal content: ("salt", s)."""
 
 
 def encode_tokens(token_ids: Sequence[int] | np.ndarray) -> bytes:

@@ -146,6 +146,7 @@ class BlockPool:
     """All blocks, the free queues and the index.
 
     Attributes:
+        free, spared: idle blocks in the order of eviction; what waiting sequences want is spared, and taken last.
         root: the Prefix of nothing, parent of all first blocks.
         index: key -> the Prefix filed under it (a chain through `same_key` when keys collide).
         wanted: key -> how many waiting sequences would use a block with this key.

@@ -68,7 +68,7 @@ class Scheduler:
         self.events = manager.events
         self._eos = np.asarray(sorted(eos_token_ids), np.int64)
         self._watermark_blocks = int(WATERMARK * len(manager.pool.blocks))
-        self._composition = 0
+        self._composition = 0  # which sequences run, as a number: while it stays, so does the attention forest
         # Table rows with something to compute, sorted by block table; None: to be sorted.
         self._rows: np.ndarray | None = None
         self._sorted: list[Sequence] = []

@@ -34,6 +34,7 @@ class Sequence:
 
     seq_id: unique, ascending in the order of arrival.
     prompt: [num_prompt_tokens] int32.
+    index: which of its request's n outputs it is.
     max_tokens: output tokens at most, already cut to what max_model_len allows.
     stop_token_ids: ids that end it besides the model's own end-of-text ids.
     extra: encoded extra keys of its first block (see `block_hash.encode_extra_keys`).

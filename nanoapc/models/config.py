@@ -8,7 +8,7 @@ differ (quantisation, sliding windows, unknown activations or rope types) is ref
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,11 @@ from nanoapc.models.checkpoint import check_directory, read_headers, read_json, 
 from nanoapc.models.registry import find_family
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SAMPLING = {
+    **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    "max_new_tokens": "max_tokens",
+}
+"""Keys of generation_config.json -> the fields of SamplingParams that they are about."""
 KINDS = {"architectures": list, "layer_types": list, "rope_scaling": dict, "rope_parameters": dict}
 """What some keys hold unless they are missing or null."""
 
@@ -27,9 +32,10 @@ KINDS = {"architectures": list, "layer_types": list, "rope_scaling": dict, "rope
 class ModelConfig:
     """The shape of a model. Sizes count elements, `max_position_embeddings` counts tokens.
 
-    dtype          what the checkpoint is stored in: config.json's word for it, else the first tensor's
-    eos_token_ids  the ids that end a text: generation_config.json's, else config.json's
-    vocab_size     rows of the embedding and of the head; may exceed what the tokenizer knows
+    dtype               what the checkpoint is stored in: config.json's word for it, else the first tensor's
+    eos_token_ids       the ids that end a text: generation_config.json's, else config.json's
+    suggested_sampling  fields of SamplingParams for requests that bring none: generation_config.json's
+    vocab_size          rows of the embedding and of the head; may exceed what the tokenizer knows
     """
 
     architecture: str
@@ -50,6 +56,7 @@ class ModelConfig:
     qk_norm: bool
     dtype: torch.dtype
     eos_token_ids: tuple[int, ...]
+    suggested_sampling: Mapping[str, Any] = field(default_factory=dict, repr=False)  # the repr is of what computes
 
     @property
     def max_len(self) -> int:
@@ -71,8 +78,8 @@ class ModelConfig:
         directory = Path(directory)
         check_directory(directory)
         raw = read_json(directory / "config.json")
-        generation = directory / "generation_config.json"
-        generation_eos = read_json(generation).get("eos_token_id") if generation.exists() else None
+        file = directory / "generation_config.json"
+        generation = read_json(file) if file.exists() else {}
         try:
             if (name := raw.get("dtype") or raw.get("torch_dtype")) is None:
                 first, file = min(tensor_files(directory).items())
@@ -81,7 +88,8 @@ class ModelConfig:
                 dtype = DTYPES[name]
             else:
                 raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
-            return cls.from_json(raw, dtype, generation_eos)
+            sampling = {SAMPLING[key]: generation[key] for key in SAMPLING if generation.get(key) is not None}
+            return replace(cls.from_json(raw, dtype, generation.get("eos_token_id")), suggested_sampling=sampling)
         except ValueError as error:
             raise ValueError(f"{directory / 'config.json'}: {error}") from error
 

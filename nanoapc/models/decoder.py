@@ -5,6 +5,7 @@
                             kv_memory[:, 0]   kv_memory[:, L-1]         hidden [n, .] -> head -> logits [n, V]
 
 A row is one token of one sequence; which rows belong together is told by `positions`, `slots` and `plan`.
+Letters of shapes: see `kernels/__init__.py`.
 Invariant: there is no state but the weights and the KV memory that the caller passes in; families differ in
 data (`ModelConfig`), not in code.
 """

@@ -1,0 +1,29 @@
+"""What the progress bar says while prompts are processed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from nanoapc.outputs import RequestOutput
+
+
+class Speed:
+    """The progress bar's text: prompt tokens (computed, and cached apart) and output tokens a second."""
+
+    def __init__(self, bar: Any):
+        self.bar = bar
+        self.computed = self.cached = self.generated = 0
+
+    def count(self, output: RequestOutput) -> None:
+        """One more finished request."""
+        self.computed += len(output.prompt_token_ids) - output.num_cached_tokens
+        self.cached += output.num_cached_tokens
+        self.generated += sum(len(completion.token_ids) for completion in output.outputs)
+        if not self.bar.disable:
+            seconds = max(self.bar.format_dict["elapsed"], 1e-9)
+            self.bar.set_postfix_str(
+                f"prompt {self.computed / seconds:.0f} tok/s + {self.cached} cached, "
+                f"output {self.generated / seconds:.0f} tok/s",
+                refresh=False,
+            )
+        self.bar.update(1)
