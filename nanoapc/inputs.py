@@ -297,6 +297,5 @@ def _parse(prompt: PromptType, name: str) -> tuple[Any, str | None, bytes]:
 
 def _is_list(value: Any) -> bool:
     """Whether it may be a list of token ids: a sequence that is no text, or a vector of numpy or torch."""
-    if hasattr(value, "tolist"):
-        return isinstance(value.tolist(), list)
+    value = _unwrapped(value)
     return isinstance(value, Sequence) and not isinstance(value, str | BYTES)

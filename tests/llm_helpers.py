@@ -8,6 +8,7 @@ What the observer checks stands at `StepLog`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +37,12 @@ DEFAULTS: dict[str, Any] = {
     "max_model_len": 128,
     "max_num_seqs": 64,
 }
+
+
+def memory_mib(field: str) -> float:
+    """VmRSS or VmHWM (the peak) of this process."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{field}:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
 
 
 def greedy(max_tokens: int = 6, **changes: Any) -> SamplingParams:

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_helpers import answers, by_id, chat, completion, encode, read_results, run, write_lines
-from llm_helpers import DEFAULTS, assert_idle
+from llm_helpers import DEFAULTS, assert_idle, memory_mib
 
 from nanoapc import LLM
 from nanoapc.batch_file import BatchStopped, dry_run, run_batch
@@ -181,12 +181,6 @@ def null_model(llm: LLM) -> None:
         return SimpleNamespace(batch=batch, wait=lambda: StepResult(np.full(len(batch.samples), 5), tiles))
 
     llm.engine.runner.launch = launch  # type: ignore[method-assign]
-
-
-def memory_mib(field: str) -> float:
-    """VmRSS or VmHWM (the peak) of this process."""
-    status = Path("/proc/self/status").read_text()
-    return int(re.search(rf"{field}:\s+(\d+)", status)[1]) / 1024  # type: ignore[index]
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="needs /proc to measure the peak of a phase")

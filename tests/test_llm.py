@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
@@ -616,6 +616,24 @@ class TestStream:
         assert sum(count >= 16 for count in cached(outputs)) == 4
 
 
+def after_call(
+    monkeypatch: pytest.MonkeyPatch, owner: type, name: str, number: int, act: Callable[[], None]
+) -> list[None]:
+    """From now on the so many-th call of owner.name ends with `act`; the list grows with each call."""
+    calls: list[None] = []
+    method = getattr(owner, name)
+
+    def observed(*arguments: Any) -> Any:
+        calls.append(None)
+        result = method(*arguments)
+        if len(calls) == number:
+            act()
+        return result
+
+    monkeypatch.setattr(owner, name, observed)
+    return calls
+
+
 class TestInterruption:
     def test_an_interrupted_generate_leaves_nothing(self, make_llm: MakeLLM, cache_off: LLM) -> None:
         llm, prompts = make_llm(max_num_seqs=2), [random_ids(5, seed) for seed in range(30)]
@@ -682,17 +700,11 @@ class TestInterruption:
     ) -> None:
         llm = make_llm(max_num_seqs=2, num_kv_blocks=40, async_scheduling=overlap)
         prompts = [random_ids(5, seed) for seed in range(30)]
-        method, calls = getattr(owner, name), 0
 
-        def interrupt(*arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            result = method(*arguments)
-            if calls == 8:
-                raise KeyboardInterrupt
-            return result
+        def interrupt() -> None:
+            raise KeyboardInterrupt
 
-        monkeypatch.setattr(owner, name, interrupt)
+        after_call(monkeypatch, owner, name, 8, interrupt)
         with pytest.raises(KeyboardInterrupt):
             run(llm, prompts, max_tokens=12)
         assert_idle(llm)
@@ -742,19 +754,9 @@ class TestInterruption:
         prompts = [random_ids(5, seed) for seed in range(6)]
         stream = llm.stream([random_ids(20, 100 + i) for i in range(8)], [greedy(1)] + [greedy(30)] * 7)
         next(stream)
-        method, calls = getattr(owner, name), 0
-
-        def collected(*arguments: Any) -> Any:
-            nonlocal calls
-            calls += 1
-            result = method(*arguments)
-            if calls == 3:
-                stream.close()  # type: ignore[attr-defined]
-            return result
-
-        monkeypatch.setattr(owner, name, collected)
+        calls = after_call(monkeypatch, owner, name, 3, stream.close)  # type: ignore[attr-defined]
         assert token_ids(run(llm, prompts, max_tokens=12)) == token_ids(run(cache_off, prompts, max_tokens=12))
-        assert calls >= 3
+        assert len(calls) >= 3
         assert_idle(llm)
 
 

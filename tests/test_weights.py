@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from llm_helpers import memory_mib
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_json, forward_logits, hf_logits, load_tiny, make_tiny_model, random_ids
 from torch import Tensor
@@ -378,15 +379,11 @@ def test_what_has_been_read_of_a_file_is_not_kept_in_memory(tmp_path: Path) -> N
     save_file({f"w{i}": torch.full((2**21,), float(i)) for i in range(16)}, path)
     gc.collect()
 
-    def resident_mib() -> float:
-        status = Path("/proc/self/status").read_text()
-        return int(status.split("VmRSS:")[1].split()[0]) / 1024
-
-    before = resident_mib()
+    before = memory_mib("VmRSS")
     most = total = 0.0
     for _, tensor in read_tensors(dict.fromkeys([f"w{i}" for i in range(16)], path), [f"w{i}" for i in range(16)]):
         total += tensor.double().mean().item()
-        most = max(most, resident_mib() - before)
+        most = max(most, memory_mib("VmRSS") - before)
         del tensor
     assert total == sum(range(16))
     assert most < 48  # a tensor, its doubles, and some room

@@ -67,6 +67,10 @@ class Prefix:
         """Whether no child of it is cached."""
         return not self.cached
 
+    def block_filled_before(self, step: int) -> Block | None:
+        """A block that holds it since an earlier step."""
+        return next((block for block in self.blocks if block.filled_step < step), None)
+
 
 class Block:
     """A physical block. `filled_step`: the step that fills (or filled) it once it has a prefix."""
@@ -198,7 +202,7 @@ class BlockPool:
             for child in map(siblings.__getitem__, side):
                 if child.label[:4] != label[:4]:  # not a token in common, and fewer further out
                     break
-                block = next((b for b in child.blocks if b.filled_step < step), None)
+                block = child.block_filled_before(step)
                 if block is not None:
                     length = _common_prefix(child.label, label) if len(child.label) == len(label) else 0
                     if best is None or length > best[1]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -135,15 +135,21 @@ class Detokenizer:
         return self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
 
 
+@cache
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that byte-level tokenizers write for bytes."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return {character: byte for byte, character in bytes_to_unicode().items()}
+
+
 def partial_bytes(tokenizer: Any, token_id: int) -> bytes | None:
     """The bytes of a token that is a part of a character; None where the tokenizer's alphabet does not tell them.
 
     Byte-level tokenizers write each byte as a character of its own, those with byte fallback as <0xE4>.
     """
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
     piece = tokenizer.convert_ids_to_tokens(token_id)
     if match := re.fullmatch("<0x([0-9A-F]{2})>", piece):
         return bytes([int(match[1], 16)])
-    alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
+    alphabet = _byte_alphabet()
     return bytes(map(alphabet.__getitem__, piece)) if alphabet.keys() >= set(piece) else None

@@ -23,7 +23,6 @@ import json
 import logging
 import os
 import struct
-from collections.abc import Iterator
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
@@ -36,7 +35,9 @@ from torch import Tensor
 from nanoapc.engine.block_manager import TOKEN_BYTES, BlockManager
 from nanoapc.engine.block_pool import Block, BlockPool
 from nanoapc.engine.sequence import Sequence
+from nanoapc.inputs import groups
 from nanoapc.kernels import Kernels
+from nanoapc.models.checkpoint import DTYPES
 from nanoapc.models.config import ModelConfig
 from nanoapc.sampling_params import SamplingParams
 
@@ -45,8 +46,8 @@ logger = logging.getLogger(__name__)
 FORMAT = "nanoapc prefixes 1"
 CHUNK_BYTES = 64 * 2**20
 """K/V that is on its way between cache and file at once."""
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "int64": "I64", "int32": "I32"}
-"""Safetensors' names."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int64: "I64", torch.int32: "I32"}
+"""Safetensors' names, as a file's header has them."""
 
 
 class PrefixStore:
@@ -113,7 +114,7 @@ class PrefixStore:
         file.write(header)
         for tensor in (lengths, token_ids):
             file.write(tensor.numpy().data)
-        for rows in _runs(blocks, self._rows_at_once):
+        for rows in groups((block.block_id for block in blocks), self._rows_at_once):
             file.write(self.kv_memory[rows].cpu().view(torch.uint8).numpy().data)
 
     # -- reading -----------------------------------------------------------------------------------------
@@ -159,7 +160,7 @@ class PrefixStore:
             sequences.append(seq)
         kv = file.get_slice("kv")
         first = 0
-        for rows in _runs(blocks, self._rows_at_once):
+        for rows in groups((block.block_id for block in blocks), self._rows_at_once):
             self.kv_memory[rows] = kv[first : first + len(rows)].to(self.kv_memory.device)
             first += len(rows)
         self.manager.begin_step()  # what was to be filled is
@@ -183,7 +184,7 @@ def kv_origin(model: ModelConfig, weights: str, kernels: Kernels, kv_memory: Ten
     """What the bits of K/V depend on besides the tokens; weights: a hash of them."""
     return {
         "block_size": str(kv_memory.shape[4]),
-        "dtype": _name(kv_memory.dtype),
+        "dtype": str(kv_memory.dtype).removeprefix("torch."),
         "kernels": kernels.name,
         "config": repr(dataclasses.replace(model, eos_token_ids=())),
         "weights": weights,
@@ -202,7 +203,7 @@ def _chains(pool: BlockPool, step: int) -> list[list[Block]]:
             path.append(path[-1].parent)
         chain = []
         for prefix in path[-2::-1]:  # from the root on, which holds nothing
-            block = next((block for block in prefix.blocks if block.filled_step < step), None)
+            block = prefix.block_filled_before(step)
             if block is None:
                 break
             chain.append(block)
@@ -211,23 +212,13 @@ def _chains(pool: BlockPool, step: int) -> list[list[Block]]:
     return chains
 
 
-def _runs(blocks: list[Block], size: int) -> Iterator[list[int]]:
-    """The blocks' ids, `size` at a time."""
-    for first in range(0, len(blocks), size):
-        yield [block.block_id for block in blocks[first : first + size]]
-
-
 def _header(metadata: dict[str, str], tensors: dict[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
     """The head of a safetensors file. (The library writes only tensors that are in memory as a whole.)"""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, (dtype, shape) in tensors.items():
         start, end = end, end + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
-        header[name] = {"dtype": DTYPES[_name(dtype)], "shape": list(shape), "data_offsets": [start, end]}
+        header[name] = {"dtype": DTYPE_NAMES[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     return struct.pack("<Q", len(text)) + text
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
