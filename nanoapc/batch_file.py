@@ -1,6 +1,6 @@
 """run_batch: an OpenAI batch file in, a file of results out, nothing lost.
 
-    input -> Plan (checked, in prefix order) -> RequestReader -> LLM.stream -> result lines -> Journal (appended)
+    input -> BatchPlan (checked, in prefix order) -> RequestReader -> LLM.stream -> result lines -> Journal (appended)
 
 Invariant: every line of the input has exactly one result in the end, however often the run is killed and repeated in
 between; memory does not grow with the file. Computed and cached prompt tokens are told apart; a rate of prompt tokens
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, combinations, tee
@@ -27,10 +27,9 @@ from tqdm import tqdm
 
 from nanoapc.batch_format import RequestLine, RequestReader, encode_line, error_line, result_line
 from nanoapc.batch_journal import Journal
-from nanoapc.batch_plan import Plan, count_forest
+from nanoapc.batch_plan import BatchPlan, count_forest
 from nanoapc.config import EngineConfig
-from nanoapc.engine.engine import load_tokenizer, resolve_max_model_len
-from nanoapc.inputs import InputProcessor
+from nanoapc.engine.engine import make_inputs
 from nanoapc.llm import LLM
 from nanoapc.models.checkpoint import resolve_model
 from nanoapc.models.config import ModelConfig
@@ -142,7 +141,7 @@ def run_batch(
     names = _model_names(model, served_model_names)
     with ExitStack() as stack:
         signals = stack.enter_context(_Signals())
-        plan = stack.enter_context(_checked_plan(paths[0], names, quiet))
+        plan = stack.enter_context(closing(_checked_plan(paths[0], names, quiet)))
         journals = [stack.enter_context(Journal(path)) for path in paths[1:]]
         summary = _resume(plan, journals, names)
         if ordered and not plan.in_order_so_far():
@@ -218,8 +217,8 @@ def _model_names(model: str, others: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([model, Path(model).name, *others]))
 
 
-def _checked_plan(path: str, names: Sequence[str], quiet: bool) -> Plan:
-    plan = Plan(path, quiet)
+def _checked_plan(path: str, names: Sequence[str], quiet: bool) -> BatchPlan:
+    plan = BatchPlan(path, quiet)
     if plan.models and plan.models.isdisjoint({None, *names}):
         plan.close()
         asked = ", ".join(sorted(map(repr, plan.models))[:5])
@@ -228,7 +227,7 @@ def _checked_plan(path: str, names: Sequence[str], quiet: bool) -> Plan:
     return plan
 
 
-def _resume(plan: Plan, journals: Sequence[Journal], names: Sequence[str]) -> BatchSummary:
+def _resume(plan: BatchPlan, journals: Sequence[Journal], names: Sequence[str]) -> BatchSummary:
     """Takes what is finished out of the plan."""
     summary = BatchSummary(total=plan.total)
     changed: list[str] = []
@@ -259,7 +258,7 @@ def _resume(plan: Plan, journals: Sequence[Journal], names: Sequence[str]) -> Ba
 
 @contextmanager
 def _writer(
-    plan: Plan, journals: Sequence[Journal], summary: BatchSummary, signals: _Signals, ordered: bool, quiet: bool
+    plan: BatchPlan, journals: Sequence[Journal], summary: BatchSummary, signals: _Signals, ordered: bool, quiet: bool
 ) -> Iterator[Emit]:
     """Gives a function that appends, counts and shows one more result; an exception becomes BatchStopped."""
 
@@ -358,13 +357,10 @@ def dry_run(
     names = _model_names(os.fspath(model), served_model_names)
     config = EngineConfig.from_arguments(model, **engine_options)
     directory = resolve_model(config.model)
-    model_config = ModelConfig.from_directory(directory)
-    tokenizer = load_tokenizer(config, str(directory))
-    inputs = InputProcessor(tokenizer, model_config.vocab_size, resolve_max_model_len(config, model_config))
-    reader = RequestReader(inputs, names, config.seed)
+    reader = RequestReader(make_inputs(config, directory, ModelConfig.from_directory(directory)), names, config.seed)
     result = DryRun()
 
-    def prompts(plan: Plan) -> Iterator[Mapping[str, Any]]:
+    def prompts(plan: BatchPlan) -> Iterator[Mapping[str, Any]]:
         for group in _groups(tqdm(plan.lines(ordered=True), "Checking", plan.total, leave=False, disable=quiet)):
             for line in reader.read(group):
                 if line.error is None:
@@ -375,7 +371,7 @@ def dry_run(
                 where = "" if line.custom_id is None else f"line {line.number} ({line.custom_id}): "
                 result.errors += [f"{where}{line.error}"] * (result.failed <= MAX_NAMED)
 
-    with _checked_plan(os.fspath(input_path), names, quiet) as plan:
+    with closing(_checked_plan(os.fspath(input_path), names, quiet)) as plan:
         result.total = plan.total
         result.prompt_tokens, result.unique_tokens, result.hit_tokens = count_forest(prompts(plan))
     return result

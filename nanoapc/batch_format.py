@@ -49,12 +49,12 @@ TEMPLATE = {
 """Fields that go to the chat template, and their types."""
 COMMON = SAMPLING | {"model", "max_tokens", "max_completion_tokens", "cache_salt", "logprobs"}
 FIELDS = {CHAT: COMMON | {"messages", "top_logprobs", *TEMPLATE}, COMPLETIONS: COMMON | {"prompt"}}
-IGNORED = {
+NO_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("priority", "request_id", "stream_options", "parallel_tool_calls"),
 }
 """Fields that change no result here."""
-HARMLESS: dict[str, Any] = {
+UNSUPPORTED: dict[str, Any] = {
     "stream": False,
     "echo": False,
     "best_of": 1,
@@ -222,7 +222,8 @@ class RequestReader:
 
 def _check_fields(body: Mapping[str, Any], url: str) -> None:
     for name, value in body.items():
-        if name not in FIELDS[url] and name not in IGNORED and not (name in HARMLESS and value == HARMLESS[name]):
+        neutral = name in UNSUPPORTED and value == UNSUPPORTED[name]
+        if not neutral and name not in FIELDS[url] | NO_EFFECT:
             raise LineError(f"the field {name}={_short(value)} is not supported; leave it out", name)
     salt = body.get("cache_salt")
     _expect(salt is None or (isinstance(salt, str) and salt != ""), "cache_salt", salt, "a non-empty text")

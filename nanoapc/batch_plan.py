@@ -1,4 +1,4 @@
-"""Plan: where the lines of a batch file are, whose they are, and in which order they are best run.
+"""BatchPlan: where the lines of a batch file are, whose they are, and in which order they are best run.
 
     input --parse--> temporary SQLite database: one row a line --ORDER BY prefix--> lines, read again by offset
 
@@ -42,7 +42,7 @@ CREATE TABLE waiting (number INTEGER PRIMARY KEY, result BLOB, failed INTEGER);
 """
 
 
-class Plan:
+class BatchPlan:
     """The lines of one file (see `open_input`); total: those that are not blank; models: what they ask for.
 
     Raises:
@@ -52,7 +52,7 @@ class Plan:
     def __init__(self, path: str, quiet: bool = True):
         self._file = open_input(path)
         self._database = open_database(TABLES)
-        self.models: set[str | None] = set()  # None: a line that names none
+        self.models: set[str | None] = set()  # None: a line that names none, or more models than are kept
         size = os.fstat(self._file.fileno()).st_size
         with tqdm(total=size, desc="Reading", unit="B", unit_scale=True, disable=quiet, leave=False) as bar:
             self._database.executemany(
@@ -73,9 +73,9 @@ class Plan:
             progress(offset - start)
             if data.strip().removeprefix(BOM_UTF8):
                 line = parse_line(number, data)
-                if line.error is None and len(self.models) < MAX_MODELS:
+                if line.error is None:
                     model = line.body.get("model")
-                    self.models.add(model if isinstance(model, str) else None)
+                    self.models.add(model if isinstance(model, str) and len(self.models) < MAX_MODELS else None)
                 key = prefix_key(line.url, *(line.body.get(name) for name in PREFIX_FIELDS))
                 yield number, start, len(data), line_id(line.custom_id, line.digest), line.digest, key
 
@@ -134,12 +134,6 @@ class Plan:
         """Removes everything temporary."""
         self._database.close()
         self._file.close()
-
-    def __enter__(self) -> Plan:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
 
 
 def count_forest(prompts: Iterable[Mapping[str, Any]]) -> tuple[int, int, int]:

@@ -20,14 +20,14 @@ DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "dummy")
 FILES = ("prefix_cache_file", "metrics_file", "trace")
 
-IGNORED = {
+NO_EFFECT = {
     *("disable_custom_all_reduce", "disable_log_stats", "enable_chunked_prefill", "max_logprobs", "max_lora_rank"),
     *("max_seq_len_to_capture", "swap_space"),
 }
 """Arguments of vLLM that change no result here."""
 ONE_DEVICE = "an LLM runs on one device; docs/batch_files.md says how to use several"
 SNAPSHOT = "pass the directory that huggingface_hub.snapshot_download(name, revision=...) returns"
-HARMLESS: dict[str, tuple[Any, str]] = {
+UNSUPPORTED: dict[str, tuple[Any, str]] = {
     "tensor_parallel_size": (1, ONE_DEVICE),
     "pipeline_parallel_size": (1, ONE_DEVICE),
     "data_parallel_size": (1, ONE_DEVICE),
@@ -68,8 +68,8 @@ class EngineConfig:
     gpu_memory_utilization: share of a GPU's memory that this process may use.
     enable_prefix_caching: reuse the KV of equal prefixes, within a call and between calls.
     prefix_caching_hash_algo: how a block's key is made (see `engine/block_hash.py`).
-    prefix_cache_file: the cached prefixes are read from this file, if it is there, and written to it by `close`, at the
-        latest when the program ends; see `engine/prefix_store.py`. It holds prompts as they are.
+    prefix_cache_file: where cached prefixes outlive the process: read at the start if it exists, written by `close`,
+        which also runs when the program ends (see `engine/prefix_store.py`). It holds prompts as they are.
     schedule_policy: "prefix" runs a batch in the order of its prefix tree, "fcfs" in the order given.
     enable_forest_attention: read a shared prefix once for all rows that share it.
     deterministic: the same bits whatever the batch, on CUDA, too; costs time there (see `kernels/cuda.py`). On the CPU
@@ -118,11 +118,11 @@ class EngineConfig:
         """
         known = {field.name for field in dataclasses.fields(cls)}
         for name, value in arguments.items():
-            if name in HARMLESS:
-                harmless, remedy = HARMLESS[name]
-                if value is not None and value != harmless:
-                    raise ValueError(f"{name}={value!r} is not supported (only {harmless!r} is); {remedy}")
-            elif name not in known | IGNORED:
+            if name in UNSUPPORTED:
+                neutral, remedy = UNSUPPORTED[name]
+                if value is not None and value != neutral:
+                    raise ValueError(f"{name}={value!r} is not supported (only {neutral!r} is); {remedy}")
+            elif name not in known | NO_EFFECT:
                 near = difflib.get_close_matches(name, sorted(known), n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(sorted(known))}"
                 raise ValueError(f"LLM got an unknown argument {name!r}; {hint}")

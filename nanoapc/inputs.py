@@ -119,16 +119,10 @@ def _in_step(prompts: Iterable[Any], params: Iterable[SamplingParams]) -> Iterat
 
 def until_error(items: Iterable[Any]) -> Iterator[Any]:
     """The items; if reading them fails, the exception comes as the last one."""
-    iterator = chain(items)
-    while True:
-        try:
-            item = next(iterator)
-        except StopIteration:
-            return
-        except Exception as error:
-            yield error
-            return
-        yield item
+    try:
+        yield from chain(items)  # which, unlike a generator, is not closed with this one
+    except Exception as error:
+        yield error
 
 
 def groups(items: Iterable[Any], size: int) -> Iterator[list[Any]]:

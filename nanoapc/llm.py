@@ -91,8 +91,8 @@ class LLM:
 
         Args:
             prompts: one or many; each a text, a list of token ids, or a dict with "prompt" or "prompt_token_ids" and
-                optionally "cache_salt" (only requests with the same salt share cached prefixes). Texts are
-                tokenised as the tokenizer does it, with its BOS; do not pass rendered chat templates, use `chat`.
+                optionally "cache_salt" (only requests with the same salt share cached prefixes). Texts get the
+                tokenizer's special tokens (BOS); a rendered chat template has them already, so use `chat` for messages.
             sampling_params: one for all or one for each; None: `get_default_sampling_params`.
             use_tqdm: show progress on standard error.
 
@@ -192,7 +192,7 @@ class LLM:
             index += len(window)
             yield sequences
             if error is not None:
-                while call.pending:
+                while call.pending or call.finished:
                     yield []
                 raise error
 
@@ -213,8 +213,9 @@ class LLM:
         for item in window:
             if isinstance(item, BaseException):
                 raise item
-        prompts, params = [p for p, _ in window], [s for _, s in window]
-        self._verify(pair_params(prompts, params, index), index)
+        prompts = [prompt for prompt, _ in window]
+        params = pair_params(prompts, [item for _, item in window], index)
+        self._verify(params, index)
         ready = self.inputs.prompts(prompts, index)
         return [Request("", index + i, *pair, call=call) for i, pair in enumerate(zip(ready, params, strict=True))]
 
@@ -224,7 +225,7 @@ class LLM:
         """Queues one prompt for `step`; returns its request_id."""
         with self._lock:
             (request,) = self._requests([(prompt, self._or_default(sampling_params))], 0, self._steps)
-            self.engine.submit(self.engine.prepare([request]))
+            self.engine.scheduler.add(self.engine.prepare([request]))
             self._steps.pending[request.request_id] = request
             return request.request_id
 
@@ -290,7 +291,7 @@ class LLM:
                 return
             with self._lock:
                 if call.error is None:
-                    self.engine.submit(sequences)
+                    self.engine.scheduler.add(sequences)
 
     def _step(self, caller: _Call) -> None:
         """One step for everybody, run by `caller` (the lock is held)."""
@@ -301,7 +302,7 @@ class LLM:
             raise RuntimeError("a step that these requests shared with others has failed") from error
         try:
             for request in self.engine.step():
-                request.call.finished.append(make_output(request, self.engine.tokenizer))
+                request.call.finished.append(make_output(request, self.inputs.tokenizer))
                 request.call.pending.pop(request.request_id, None)
                 request.sequences.clear()  # they refer to it: a circle, which is freed late
         except BaseException as error:
@@ -314,13 +315,10 @@ class LLM:
 
     def _verify(self, params: Sequence[SamplingParams], first_index: int = 0) -> None:
         self._check_open()
-        checked: set[int] = set()
-        for i, item in enumerate(params):
-            if id(item) in checked:
-                continue
-            checked.add(id(item))
+        first_use = {id(item): i for i, item in reversed([*enumerate(params)])}
+        for i in sorted(first_use.values()):
             try:
-                item.verify(self.inputs.num_valid_ids, self.engine.tokenizer)
+                params[i].verify(self.inputs.num_valid_ids, self.inputs.tokenizer)
             except ValueError as error:
                 raise ValueError(f"sampling_params of prompt {first_index + i}: {error}") from None
 
@@ -328,11 +326,15 @@ class LLM:
 
     def get_tokenizer(self) -> Any:
         """The transformers tokenizer (None with skip_tokenizer_init)."""
-        return self.engine.tokenizer
+        return self.inputs.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What requests without SamplingParams get: the model's own suggestions (generation_config.json)."""
-        return SamplingParams(**self.engine.model_config.suggested_sampling)
+        try:
+            return SamplingParams(**self.engine.model_config.suggested_sampling)
+        except ValueError as error:
+            remedy = "correct it, or pass SamplingParams"
+            raise ValueError(f"generation_config.json of the model: {error}; {remedy}") from None
 
     def _or_default(self, params: Any) -> Any:
         return self.get_default_sampling_params() if params is None else params
@@ -341,7 +343,7 @@ class LLM:
         """Forgets all cached prefixes. False, and nothing changes, while requests are running."""
         with self._lock:
             self._check_open()
-            return self.engine.reset_prefix_cache()
+            return self.engine.manager.reset()
 
     def save_prefix_cache(self) -> int:
         """Writes the cached prefixes to prefix_cache_file now, not only in `close`; returns the number of blocks."""
@@ -390,9 +392,10 @@ class LLM:
             self.engine.load_weights(tensors)
 
     def close(self) -> None:
-        """Gives model and KV cache back; a second call does nothing."""
+        """Drops unfinished requests and gives model and KV cache back; a second call does nothing."""
         with self._lock:
             self.engine.close()
+            self._steps.pending.clear()
 
     def _check_open(self) -> None:
         if self.engine.process != os.getpid():

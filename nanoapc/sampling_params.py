@@ -53,7 +53,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # whether the text keeps the stop string
     ignore_eos: bool = False  # whether to go on after an end-of-sequence id
     max_tokens: int | None = 16  # >= 1; cut to what `max_model_len` leaves, which is also what None means
-    min_tokens: int = 0  # number of tokens before which only a lack of room ends the output
+    min_tokens: int = 0  # before so many tokens only max_tokens or a full context ends the output
     logprobs: int | None = None  # log-probs of so many best ids, and of the chosen one, with each token
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     detokenize: bool = True  # whether to make text at all

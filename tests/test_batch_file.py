@@ -12,6 +12,7 @@ import stat
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,8 +26,7 @@ from nanoapc import LLM
 from nanoapc.batch_file import BatchStopped, dry_run, run_batch
 from nanoapc.batch_io import compress, decompress
 from nanoapc.batch_journal import Journal
-from nanoapc.batch_plan import Plan, count_forest
-from nanoapc.engine.model_runner import StepResult
+from nanoapc.batch_plan import BatchPlan, count_forest
 from nanoapc.engine.step_batch import StepBatch
 
 GOOD = [completion("a"), chat("b"), completion("c", "the lazy dog", max_tokens=7)]
@@ -145,7 +145,7 @@ def test_lines_run_in_the_order_of_their_prefixes_whatever_their_place(tmp_path:
         _, summary = run(tmp_path, llm, lines)
         assert llm.prefix_cache_stats()["evictions"] > 0  # it did not all fit
     assert summary.cached_tokens >= 0.9 * summary.prompt_tokens
-    with Plan(str(tmp_path / "in.jsonl")) as plan:
+    with closing(BatchPlan(str(tmp_path / "in.jsonl"))) as plan:
         groups = [json.loads(data)["body"]["prompt"][0] for _, data in plan.lines()]
     assert sum(a != b for a, b in itertools.pairwise(groups)) == 15
 
@@ -178,7 +178,7 @@ def null_model(llm: LLM) -> None:
     tiles = np.zeros((0, 6), np.int32)
 
     def launch(batch: StepBatch) -> Any:
-        return SimpleNamespace(batch=batch, wait=lambda: StepResult(np.full(len(batch.samples), 5), tiles))
+        return SimpleNamespace(batch=batch, tiles=tiles, wait=lambda: np.full(len(batch.samples), 5))
 
     llm.engine.runner.launch = launch  # type: ignore[method-assign]
 

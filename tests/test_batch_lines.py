@@ -18,6 +18,7 @@ from llm_helpers import DEFAULTS, assert_idle, greedy
 from nanoapc import LLM, SamplingParams
 from nanoapc.batch_file import run_batch
 from nanoapc.batch_format import LEAST_LOGPROB, MAX_LINE_BYTES, SAMPLING, parse_line
+from nanoapc.batch_plan import MAX_MODELS
 
 GOOD = [completion("a"), chat("b"), completion("c", "the lazy dog", max_tokens=7)]
 
@@ -436,6 +437,13 @@ def test_a_file_for_another_model_is_refused_as_a_whole(tmp_path: Path, llm: LLM
     with pytest.raises(ValueError, match=r"'gpt', 'gpt-2'.*--served-model-name"):
         run_batch(source, tmp_path / "out.jsonl", llm)
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_a_file_for_very_many_models_is_not_refused(tmp_path: Path, llm: LLM, model_dir: Path) -> None:
+    """Only so many names are kept; the loaded one may be behind them."""
+    lines = [completion(str(i), model=f"gpt-{i}") for i in range(MAX_MODELS)]
+    results, _ = run(tmp_path, llm, [*lines, completion("ours", model=model_dir.name)])
+    assert [result["custom_id"] for result in results if result["error"] is None] == ["ours"]
 
 
 def test_a_line_without_end_is_an_error_line_and_not_held(tmp_path: Path, llm: LLM) -> None:

@@ -204,12 +204,12 @@ class BlockManagerMachine(RuleBasedStateMachine):
 
     def _enqueue(self, seq: Sequence, tokens: list[int]) -> None:
         self.waiting.append(seq)
-        self.manager.enqueue(seq)
+        self.manager.start_waiting(seq)
         if seq.reads_cache:
             self.model.want(self.model.full_blocks(seq.extra, tokens), +1)
 
     def _dequeue(self, seq: Sequence) -> None:
-        self.manager.dequeue(seq)
+        self.manager.stop_waiting(seq)
         if seq.reads_cache:
             self.model.want(self.model.full_blocks(seq.extra, seq.all_tokens().tolist()), -1)
 
@@ -403,10 +403,10 @@ class Steps:
     def admit(self, prompt: Iterable[int], **options: Any) -> tuple[Sequence, Match, tuple[int, int, int] | None]:
         """Admits a sequence that computes all its prompt in this step."""
         seq = make_sequence(prompt, **options)
-        self.manager.enqueue(seq)
+        self.manager.start_waiting(seq)
         match = self.manager.match(seq)
         copy = self.manager.admit(seq, match)
-        self.manager.dequeue(seq)
+        self.manager.stop_waiting(seq)
         self.manager.index_blocks(seq, seq.prompt, seq.num_prompt_tokens)
         return seq, match, copy
 
@@ -540,10 +540,10 @@ def test_caching_off_means_no_keys_and_no_look_ups() -> None:
     manager = BlockManager(8, 4, BlockHasher("xxhash"), enable_caching=False)
     seq = make_sequence(range(9))
     for _ in range(2):
-        manager.enqueue(seq)
+        manager.start_waiting(seq)
         match = manager.match(seq)
         assert match == Match() and manager.admit(seq, match) is None
-        manager.dequeue(seq)
+        manager.stop_waiting(seq)
         manager.index_blocks(seq, seq.prompt, 9)
         assert seq.keys == seq.labels == [] and not manager.pool.index and not manager.pool.wanted
         manager.free(seq)
@@ -580,7 +580,7 @@ def test_a_match_changes_nothing_however_often_it_is_asked() -> None:
     steps.cache(range(8))
     pool = steps.manager.pool
     seq = make_sequence([*range(6), 50, 51, 52])
-    steps.manager.enqueue(seq)
+    steps.manager.start_waiting(seq)
 
     def state() -> list[Any]:
         queues = [[b.block_id for b in queue] for queue in (pool.free, pool.spared)]
@@ -626,10 +626,10 @@ def test_idle_blocks_that_are_hit_count_as_blocks_that_are_needed() -> None:
     assert [block.prefix is not None for block in engine.pool.blocks].count(True) == 4
     first = [*cached, *range(50, 59)]
     seq = make_sequence(first)
-    engine.manager.enqueue(seq)
+    engine.manager.start_waiting(seq)
     match = engine.manager.match(seq)
     assert len(match.shared) == 4 and engine.manager.blocks_needed(seq, match) == 7
-    engine.manager.dequeue(seq)
+    engine.manager.stop_waiting(seq)
 
     a, c = engine.add([first, other], max_tokens=3)
     engine.step()

@@ -394,9 +394,9 @@ def test_a_sequence_matches_through_a_recomputed_parent() -> None:
 
     def run(seq: Sequence) -> None:
         manager.begin_step()
-        manager.enqueue(seq)
+        manager.start_waiting(seq)
         manager.admit(seq, manager.match(seq))
-        manager.dequeue(seq)
+        manager.stop_waiting(seq)
         manager.index_blocks(seq, seq.prompt, len(seq.prompt))
         manager.end_step()
 

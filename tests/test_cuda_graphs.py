@@ -186,10 +186,10 @@ def test_work_of_every_capacity_is_replayed_and_what_fits_none_runs_eagerly(
 
     def make_runner() -> ModelRunner:
         planner = AttentionPlanner(16, kernels.max_tile_rows, min_saved_tokens=1)
-        return ModelRunner(model, kernels, Sampler(kernels, 320), planner, kv_memory.clone(), Transfer(), 10)
+        return ModelRunner(model, Sampler(kernels, 320), planner, kv_memory.clone(), Transfer(), 10)
 
     def run(runner: ModelRunner, batch: StepBatch) -> tuple[list[int], list[Any]]:
-        token_ids = runner.launch(batch).wait().token_ids.tolist()
+        token_ids = runner.launch(batch).wait().tolist()
         return token_ids, [seq.logprobs.copy() and seq.logprobs.pop() for seq in batch.sequences]
 
     eager, replaying, backend = make_runner(), make_runner(), RecordedCalls()

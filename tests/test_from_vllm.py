@@ -86,7 +86,7 @@ class TestSuggestedSampling:
         (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
         llm = make_llm(tmp_path)
         run(llm, [random_ids(5)])
-        with pytest.raises(ValueError, match="temperature=-1 is not possible"):
+        with pytest.raises(ValueError, match=r"generation_config\.json.*temperature=-1 is not possible"):
             llm.generate([random_ids(5)], use_tqdm=False)
 
 

@@ -281,7 +281,7 @@ def test_gated_linear_equals_the_reference(kernels: Kernels, shape: tuple[int, i
     for num_rows in (0, 1, 17, 90):
         x = torch.randn(num_rows, shape[1]).to(dtype)
         for b in (None, bias.to(dtype)):
-            out, expected = (k.pack_gated_linear(weight.to(dtype), b)(x) for k in (kernels, REFERENCE))
+            out, expected = (k.pack_linear(weight.to(dtype), b, gated=True)(x) for k in (kernels, REFERENCE))
             # A gate that rounds to its neighbour moves the result by as much.
             torch.testing.assert_close(out, expected, **close(dtype))
 
@@ -292,8 +292,7 @@ def test_gated_linear_equals_the_reference(kernels: Kernels, shape: tuple[int, i
 def test_linear_bits_of_a_row_do_not_depend_on_the_other_rows(
     kernels: Kernels, shape: tuple[int, int], dtype: torch.dtype, gated: bool
 ) -> None:
-    pack = kernels.pack_gated_linear if gated else kernels.pack_linear
-    linear = pack(torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype))
+    linear = kernels.pack_linear(torch.randn(shape).to(dtype), torch.randn(shape[0]).to(dtype), gated)
     x = torch.randn(700, shape[1]).to(dtype)
     whole = linear(x)
     for num_rows in (
@@ -345,7 +344,7 @@ def test_norms_equal_the_reference(kernels: Kernels, size: int, dtype: torch.dty
 @pytest.mark.parametrize("value", [-200.0, -88.0, -87.0, 0.0, 88.0, 200.0, float("nan"), float("inf")])
 def test_activation_at_the_ends_of_its_range(kernels: Kernels, value: float) -> None:
     bias = torch.tensor([value, 2.0])  # of gate and up
-    gated, expected = (k.pack_gated_linear(torch.zeros(2, 3), bias)(torch.zeros(1, 3)) for k in (kernels, REFERENCE))
+    gated, expected = (k.pack_linear(torch.zeros(2, 3), bias, True)(torch.zeros(1, 3)) for k in (kernels, REFERENCE))
     torch.testing.assert_close(gated, expected, rtol=1e-5, atol=1e-30, equal_nan=True)
 
 

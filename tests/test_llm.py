@@ -319,6 +319,7 @@ class TestLifecycle:
         ):
             with pytest.raises(RuntimeError, match="this LLM is closed; make a new one"):
                 use()
+        assert not llm.has_unfinished_requests()  # or whoever steps until then would never stop
 
     def test_close_gives_the_memory_back(self, model_dir: Path) -> None:
         llm = LLM(model_dir, **DEFAULTS)
@@ -573,6 +574,15 @@ class TestStream:
                 outputs.append(output)
         assert sorted(output.index for output in outputs) == list(range(place))
         assert_idle(llm)
+
+    def test_what_another_call_has_finished_is_yielded_before_the_error(self, make_llm: MakeLLM) -> None:
+        llm = make_llm()
+        stream = llm.stream([random_ids(5), random_ids(6), []], [greedy(2), greedy(9), greedy(2)])
+        assert next(stream).index == 0
+        run(llm, [random_ids(7)], max_tokens=20)  # whose steps finish prompt 1, too
+        assert next(stream).index == 1
+        with pytest.raises(ValueError, match="prompt 2 is empty"):
+            next(stream)
 
     def test_params_may_be_an_iterable_of_the_same_length(self, make_llm: MakeLLM) -> None:
         llm, prompts = make_llm(), [random_ids(5, seed) for seed in range(3)]

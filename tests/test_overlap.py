@@ -25,7 +25,6 @@ from nanoapc import LLM, RequestOutput, SamplingParams
 from nanoapc.engine.block_pool import Block
 from nanoapc.engine.engine import Engine
 from nanoapc.engine.metrics import PhaseStats
-from nanoapc.engine.model_runner import StepResult
 from nanoapc.engine.sequence import Sequence
 from nanoapc.engine.step_batch import StepBatch
 
@@ -35,7 +34,7 @@ NO_TILES = np.zeros((0, 6), np.int32)
 class LateDevice:
     """Runs what is launched when it is waited for, in order. fail: where the next step fails ("launch", "wait")."""
 
-    def __init__(self, launch: Callable[[StepBatch], Callable[[], StepResult]]):
+    def __init__(self, launch: Callable[[StepBatch], Callable[[], np.ndarray]]):
         self._start = launch
         self._queue: deque[LateStep] = deque()
         self.fail = ""
@@ -58,11 +57,13 @@ class LateDevice:
 
 
 class LateStep:
-    def __init__(self, device: LateDevice, batch: StepBatch, run: Callable[[], StepResult]):
-        self.device, self.batch, self.run = device, batch, run
-        self.result: StepResult | None = None
+    tiles = NO_TILES
 
-    def wait(self) -> StepResult:
+    def __init__(self, device: LateDevice, batch: StepBatch, run: Callable[[], np.ndarray]):
+        self.device, self.batch, self.run = device, batch, run
+        self.result: np.ndarray | None = None
+
+    def wait(self) -> np.ndarray:
         self.device.run_until(self)
         assert self.result is not None
         return self.result
@@ -86,7 +87,7 @@ class LateEngine(NullEngine):
         engine.phases = {phase: PhaseStats() for phase in ("prefill", "decode", "mixed")}
         engine._in_flight, engine._settled_at = None, 0.0
 
-    def _start(self, batch: StepBatch) -> Callable[[], StepResult]:
+    def _start(self, batch: StepBatch) -> Callable[[], np.ndarray]:
         self.num_steps += 1
         self._check_batch(batch)
         for seq, last in zip(batch.sequences, np.cumsum(batch.counts) - 1, strict=True):
@@ -96,13 +97,13 @@ class LateEngine(NullEngine):
         taken, self._taken[:] = list(self._taken), []
         return lambda: self._run(batch, taken)
 
-    def _run(self, batch: StepBatch, taken: list[Block]) -> StepResult:
+    def _run(self, batch: StepBatch, taken: list[Block]) -> np.ndarray:
         """In the order of launches, so that blocks are forgotten after the surplus rows of their last owner."""
         NullModel.forget(self.model, taken)
         ids = batch.token_ids.copy()
         ids[ids < 0] = self._tokens[-1 - ids[ids < 0]]
         self._tokens = self.model.run(replace(batch, token_ids=ids))
-        return StepResult(self._tokens, NO_TILES)
+        return self._tokens
 
     def _checked_preempt(self, seq: Sequence) -> None:
         assert self.scheduler._unsettled is None, "a victim loses a token that is on its way"
@@ -122,7 +123,7 @@ class LateEngine(NullEngine):
         after = self.engine._in_flight
         assert after is None or self.scheduler.has_unfinished, "an idle engine has nothing in flight"
         if after is not None:
-            batch = after.in_flight.batch
+            batch = after[0].batch
             self.seen["a surplus row"] += sum(seq.row == -1 for seq in batch.sequences)
             self.seen["a step after settling"] += before is None
         return []
@@ -224,7 +225,7 @@ def make_late(llm: LLM) -> None:
     runner = llm.engine.runner
     launch = runner.launch
 
-    def start(batch: StepBatch) -> Callable[[], StepResult]:
+    def start(batch: StepBatch) -> Callable[[], np.ndarray]:
         return lambda: launch(batch).wait()
 
     runner.launch = LateDevice(start).launch  # type: ignore[assignment, method-assign]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import statistics
 import time
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,9 @@ class CountingTokenizer:
 
     def __len__(self) -> int:
         return len(tiny_tokenizer())
+
+    def decode(self, ids: list[int], **options: Any) -> str:
+        return tiny_tokenizer().decode(ids, **options)
 
 
 class TestTokenizing:
@@ -127,7 +129,7 @@ class TestHostTime:
         return llm
 
     def test_penalties_and_detokenizing_do_not_slow_down(self, long_llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        tokenizer, decoded, built, penalised = long_llm.engine.tokenizer, [], 0, []
+        decoded, built, penalised = [], 0, []
         build, flat = SamplingRows.__init__, SamplingRows.flat
 
         def count_build(*arguments: Any) -> None:
@@ -145,7 +147,7 @@ class TestHostTime:
 
         monkeypatch.setattr(SamplingRows, "__init__", count_build)
         monkeypatch.setattr(SamplingRows, "flat", count_flat)
-        long_llm.engine.tokenizer = SimpleNamespace(decode=decode, encode=tokenizer.encode)
+        monkeypatch.setattr(long_llm.inputs.tokenizer, "decode", decode)
         params = SamplingParams(
             seed=1,
             temperature=2.0,

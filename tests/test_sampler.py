@@ -32,7 +32,7 @@ class Row:
         self.state = make_state(params, prompt, eos, bad_words)
         for token_id in output:
             if self.state is not None:
-                self.state.append(token_id)
+                self.state.output_ids.append(token_id)
 
 
 def sample(logits, rows, positions=0, num_valid_ids=None):
@@ -354,7 +354,7 @@ def test_stop_tokens_are_suppressed_until_min_tokens():
         found = []
         for _ in ids:
             found += Sampler(ReferenceKernels(), 4).forward(torch.tensor([logits]), batch).token_ids.tolist()
-            row.state.append(found[-1])
+            row.state.output_ids.append(found[-1])
         assert found == ids
 
 
@@ -458,7 +458,7 @@ def test_what_is_excluded_depends_on_the_output_so_far():
     row = Row(SamplingParams(allowed_token_ids=[2, 3], min_tokens=2), eos=[3], bad_words=[(2, 2)])
     found = [row.state.leaves_none(6)]
     for token_id in (2, 2, 4):
-        row.state.append(token_id)
+        row.state.output_ids.append(token_id)
         found.append(row.state.leaves_none(6))
     assert found == [False, True, False, False]  # after one token both are excluded, then the 3 is not any more
     everything = Row(GREEDY, bad_words=[(i,) for i in range(6)])
@@ -476,7 +476,7 @@ def test_counts_are_kept_up_not_counted_again_and_survive_a_new_batch():
     tokens = rng.integers(0, 300, 4000).tolist()
     seconds = []
     for token_id in tokens:
-        row.state.append(token_id)
+        row.state.output_ids.append(token_id)
         start = time.thread_time()
         kept_up = batch.edit(logits)
         seconds.append(time.thread_time() - start)

@@ -455,7 +455,7 @@ def test_output_goes_on_where_it_was_preempted_with_prompt_and_output_apart() ->
 @pytest.mark.parametrize(("num_blocks", "max_model_len"), [(8, 64), (3, 31), (7, 31)])
 def test_a_pool_that_cannot_hold_one_longest_sequence_is_refused(num_blocks: int, max_model_len: int) -> None:
     config = EngineConfig.from_arguments("model", num_kv_blocks=num_blocks, block_size=4)
-    model = SimpleNamespace(num_layers=1, num_kv_heads=1, head_dim=8)
+    model = SimpleNamespace(kv_bytes=lambda dtype: 64)
     with pytest.raises(ValueError, match="lower max_model_len to at most") as error:
         count_blocks(config, model, torch.float32, max_model_len, None)
     for number in (max_model_len, -(-max_model_len // 4), num_blocks, num_blocks * 4):

@@ -50,14 +50,10 @@ class OnTheGpu:
         self._kernels = kernels
 
     def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, shared: bool = False, gated: bool = False
+        self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
     ) -> Callable[[Tensor], Tensor]:
-        pack = self._kernels.pack_gated_linear if gated else self._kernels.pack_linear
-        linear = pack(weight.cuda(), None if bias is None else bias.cuda())
+        linear = self._kernels.pack_linear(weight.cuda(), None if bias is None else bias.cuda(), gated)
         return lambda x: linear(x.cuda()).cpu()
-
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        return self.pack_linear(weight, bias, gated=True)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         def call(*arguments: Any) -> Any:

@@ -210,13 +210,9 @@ class CountingKernels(ReferenceKernels):
         self.originals: list[weakref.ref[Any]] = []
         self.most_alive = 0
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Any:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False) -> Any:
         self._count(weight)
-        return super().pack_linear(weight.clone(), None if bias is None else bias.clone())
-
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> Any:
-        self._count(weight)
-        return super().pack_gated_linear(weight.clone(), None if bias is None else bias.clone())
+        return super().pack_linear(weight.clone(), None if bias is None else bias.clone(), gated)
 
     def _count(self, weight: Tensor) -> None:
         self.originals.append(weakref.ref(weight.untyped_storage()))

@@ -29,6 +29,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from nanoapc.engine.step_batch import places
+
 SPAN = 256
 """KV positions a span: tiles start at multiples of it, kernels reduce in units of it."""
 
@@ -116,7 +118,7 @@ class AttentionPlanner:
         per_sequence = -(-counts // limit)
         table = np.repeat(np.arange(len(counts)), per_sequence)
         first_row = np.cumsum(counts) - counts
-        group = np.arange(len(table)) - np.repeat(np.cumsum(per_sequence) - per_sequence, per_sequence)
+        group = places(per_sequence)
         rows = np.minimum(counts[table] - group * limit, limit)
         end = starts[table] + group * limit + rows
         columns = (first_row[table] + group * limit, rows, table, depth[table] * SPAN, end, level[table])

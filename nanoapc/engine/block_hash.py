@@ -41,7 +41,10 @@ def decode_tokens(tokens: bytes) -> list[int]:
 
 
 def encode_extra_keys(extra_keys: Sequence[ExtraKey]) -> bytes:
-    """Extra keys as bytes; every part carries its type and length, so no two different lists encode alike."""
+    """Extra keys as bytes; every part carries its type and length.
+
+    So no two different lists encode alike, and the labels of blocks with equal extra keys sort together.
+    """
     parts = []
     for extra_key in extra_keys:
         parts.append(b"(" + struct.pack(">I", len(extra_key)))
@@ -79,7 +82,6 @@ class BlockHasher:
         name, _, encoding = algorithm.partition("_")
         if name not in ("xxhash", "sha256") or encoding not in ("", "cbor"):
             raise ValueError(f"unknown hash algorithm {algorithm!r}; use xxhash, xxhash_cbor, sha256 or sha256_cbor")
-        self.algorithm = algorithm
         self._digest: Callable[[bytes], bytes] = xxhash.xxh3_128_digest if name == "xxhash" else _sha256
         self._cbor: Callable[..., bytes] | None = _cbor_dumps(algorithm) if encoding else None
         self.root = self._root(name, _environment_seed() if seed is None else seed)

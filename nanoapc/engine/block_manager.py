@@ -81,14 +81,14 @@ class BlockManager:
 
     # -- a sequence waits --------------------------------------------------------------------------------
 
-    def enqueue(self, seq: Sequence) -> None:
+    def start_waiting(self, seq: Sequence) -> None:
         """Hashes what is known of a sequence that begins to wait, and spares what it will use."""
         if self.enable_caching:
             self.extend_keys(seq, seq.all_tokens())
             if seq.reads_cache:
                 self.pool.want(seq.keys)
 
-    def dequeue(self, seq: Sequence) -> None:
+    def stop_waiting(self, seq: Sequence) -> None:
         """It waits no longer."""
         if self.enable_caching and seq.reads_cache:
             self.pool.unwant(seq.keys)
@@ -100,14 +100,10 @@ class BlockManager:
             return
         size = self.block_size * TOKEN_BYTES
         data = encode_tokens(tokens[first * self.block_size : end * self.block_size])
-        self._add_keys(seq, [data[start : start + size] for start in range(0, len(data), size)])
-
-    def _add_keys(self, seq: Sequence, blocks: list[bytes]) -> None:
-        """Labels and keys of the next full blocks, whose encoded tokens these are."""
+        blocks = [data[start : start + size] for start in range(0, len(data), size)]
         parent, extra = (seq.keys[-1], b"") if seq.keys else (self.hasher.root, seq.extra)
         seq.keys += self.hasher.keys(parent, extra, blocks)
-        blocks[0] = extra + blocks[0]
-        seq.labels += blocks
+        seq.labels += [extra + blocks[0], *blocks[1:]]
 
     # -- match -> admit ----------------------------------------------------------------------------------
 
@@ -196,25 +192,7 @@ class BlockManager:
         end = num_computed_tokens // self.block_size
         if not self.enable_caching or end <= seq.num_indexed_blocks:
             return
-        if len(seq.keys) < end:
-            self.extend_keys(seq, tokens[: end * self.block_size])
-        self._index(seq, end)
-
-    def index_next(self, seqs: list[Sequence], tokens: np.ndarray) -> None:
-        """Indexes one more block for each of the sequences, filled in this step; tokens [len(seqs), block_size].
-
-        What `index_blocks` does, with the tokens of all encoded at once: in decode many fill a block in one step.
-        """
-        if not self.enable_caching:
-            return
-        data, size = encode_tokens(tokens), self.block_size * TOKEN_BYTES
-        for start, seq in zip(range(0, len(data), size), seqs, strict=True):
-            if len(seq.keys) == seq.num_indexed_blocks:
-                self._add_keys(seq, [data[start : start + size]])
-            self._index(seq, seq.num_indexed_blocks + 1)
-
-    def _index(self, seq: Sequence, end: int) -> None:
-        """Puts the blocks up to `end` that are not there yet into the index; their keys are known."""
+        self.extend_keys(seq, tokens[: end * self.block_size])
         first = seq.num_indexed_blocks
         before = seq.blocks[first - 1].prefix if first else self.pool.root
         put, step = self.pool.put, self.step

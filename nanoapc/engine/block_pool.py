@@ -25,6 +25,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort_left
 from collections.abc import Iterator
+from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
 
@@ -44,20 +45,19 @@ _label = attrgetter("label")
 class Prefix:
     """The content of a full block together with everything before it.
 
-    label: encoded extra keys + tokens of the block; what tells siblings apart.
-    key: the block key that the index files it under; same_key: the next Prefix there (after a collision).
+    label: the block's own content as bytes, extra key and tokens; tells siblings apart and sorts like their tokens.
+    key: the block key that the index files it under.
     blocks: the blocks that hold it now.
     num_children: interned children, cached or not.
     cached: the children that a block holds, sorted by label; None before the first.
     """
 
-    __slots__ = ("blocks", "cached", "key", "label", "num_children", "parent", "same_key")
+    __slots__ = ("blocks", "cached", "key", "label", "num_children", "parent")
 
     def __init__(self, parent: Prefix | None, label: bytes, key: bytes):
         self.parent = parent
         self.label = label
         self.key = key
-        self.same_key: Prefix | None = None
         self.blocks: list[Block] = []
         self.num_children = 0
         self.cached: list[Prefix] | None = None
@@ -152,7 +152,7 @@ class BlockPool:
     Attributes:
         free, spared: idle blocks in the order of eviction; what waiting sequences want is spared, and taken last.
         root: the Prefix of nothing, parent of all first blocks.
-        index: key -> the Prefix filed under it (a chain through `same_key` when keys collide).
+        index: key -> the Prefixes filed under it (one, unless keys collide).
         wanted: key -> how many waiting sequences would use a block with this key.
         num_evictions, num_wanted_evictions: since the start.
         evicted: key -> the step in which a block with this key was last evicted; the latest ones only.
@@ -166,7 +166,7 @@ class BlockPool:
         for block in self.blocks:
             self.free.append(block)
         self.root = Prefix(None, b"", root_key)
-        self.index: dict[bytes, Prefix] = {}
+        self.index: dict[bytes, list[Prefix]] = {}
         self.wanted: dict[bytes, int] = {}
         self.num_evictions = 0
         self.num_wanted_evictions = 0
@@ -183,10 +183,10 @@ class BlockPool:
 
     def find(self, parent: Prefix, key: bytes, label: bytes) -> Prefix | None:
         """The interned Prefix with exactly this content, or None. The key only finds candidates."""
-        prefix = self.index.get(key)
-        while prefix is not None and (prefix.parent is not parent or prefix.label != label):
-            prefix = prefix.same_key
-        return prefix
+        for prefix in self.index.get(key, ()):
+            if prefix.parent is parent and prefix.label == label:
+                return prefix
+        return None
 
     def closest_child(self, parent: Prefix, label: bytes, step: int) -> tuple[Block, int] | None:
         """The cached child of `parent` that agrees with `label` longest, and the number of bytes in common.
@@ -204,7 +204,8 @@ class BlockPool:
                     break
                 block = child.block_filled_before(step)
                 if block is not None:
-                    length = _common_prefix(child.label, label) if len(child.label) == len(label) else 0
+                    same_salt = len(child.label) == len(label)  # at least: of one length
+                    length = _common_prefix(child.label, label) if same_salt else 0
                     if best is None or length > best[1]:
                         best = block, length
                     break
@@ -260,12 +261,10 @@ class BlockPool:
 
     def put(self, block: Block, parent: Prefix, key: bytes, label: bytes, step: int) -> Prefix:
         """Files a block that is full (or filled in `step`) under its content; returns the interned Prefix."""
-        first = self.index.get(key)
-        prefix = None if first is None else self.find(parent, key, label)
+        prefix = self.find(parent, key, label)
         if prefix is None:
             prefix = Prefix(parent, label, key)
-            prefix.same_key = first
-            self.index[key] = prefix
+            self.index.setdefault(key, []).append(prefix)
             parent.num_children += 1
         if not prefix.blocks:
             if parent.cached:
@@ -292,21 +291,12 @@ class BlockPool:
     def _forget(self, prefix: Prefix) -> None:
         """Drops a Prefix that nothing refers to, and then perhaps its parents."""
         while prefix.parent is not None and not prefix.blocks and not prefix.num_children:
-            self._unfile(prefix)
+            candidates = self.index[prefix.key]
+            candidates.remove(prefix)
+            if not candidates:
+                del self.index[prefix.key]
             prefix.parent.num_children -= 1
             prefix = prefix.parent
-
-    def _unfile(self, prefix: Prefix) -> None:
-        before = self.index[prefix.key]
-        if before is not prefix:
-            while before.same_key is not prefix:
-                assert before.same_key is not None, "a prefix is not in its chain"
-                before = before.same_key
-            before.same_key = prefix.same_key
-        elif prefix.same_key is not None:
-            self.index[prefix.key] = prefix.same_key
-        else:
-            del self.index[prefix.key]
 
     def clear(self) -> bool:
         """Forgets all content; False (and nothing changes) while a block is in use."""
@@ -349,7 +339,7 @@ class BlockPool:
 
     def _requeue(self, key: bytes) -> None:
         """Idle blocks with this key go to the queue that is theirs now."""
-        for prefix in self._chain(self.index[key]):
+        for prefix in self.index[key]:
             for block in prefix.blocks:
                 if block.queue is not None:
                     block.queue.remove(block)
@@ -361,13 +351,7 @@ class BlockPool:
 
     def prefixes(self) -> Iterator[Prefix]:
         """All interned Prefixes."""
-        for first in self.index.values():
-            yield from self._chain(first)
-
-    def _chain(self, prefix: Prefix | None) -> Iterator[Prefix]:
-        while prefix is not None:
-            yield prefix
-            prefix = prefix.same_key
+        return chain.from_iterable(self.index.values())
 
     def check_invariants(self, tables: list[list[Block]]) -> None:
         """Raises AssertionError unless pool, queues, index and the given block tables agree (for tests)."""
@@ -387,8 +371,8 @@ class BlockPool:
                 spared = block.prefix.key in self.wanted
                 assert block.queue is None or (block.queue is self.spared) == spared, f"{block} in the wrong queue"
         children: dict[int, int] = {}
-        for key, first in self.index.items():
-            for prefix in self._chain(first):
+        for key, prefixes in self.index.items():
+            for prefix in prefixes:
                 assert prefix.parent is not None and prefix.key == key and (prefix.blocks or prefix.num_children)
                 assert all(b.prefix is prefix for b in prefix.blocks)
                 assert (prefix in (prefix.parent.cached or ())) == bool(prefix.blocks)
@@ -400,9 +384,6 @@ class BlockPool:
 
 
 def _common_prefix(a: bytes, b: bytes) -> int:
-    """Length of the common prefix in bytes."""
-    if a == b:
-        return len(a)
-    x, y = np.frombuffer(a, np.uint8), np.frombuffer(b, np.uint8)
-    n = min(len(x), len(y))
-    return int(np.argmax(np.append(x[:n] != y[:n], True)))
+    """Length of the common prefix of two byte strings of one length."""
+    differing = int.from_bytes(a, "big") ^ int.from_bytes(b, "big")
+    return len(a) - (differing.bit_length() + 7) // 8

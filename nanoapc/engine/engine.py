@@ -19,7 +19,8 @@ import os
 import time
 from collections.abc import Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,7 +31,7 @@ from nanoapc.engine.block_hash import BlockHasher
 from nanoapc.engine.block_manager import BlockManager
 from nanoapc.engine.cuda_graphs import CudaBackend, graph_bytes
 from nanoapc.engine.events import Events, configure_logging
-from nanoapc.engine.kv_memory import MemoryUse, allocate, block_bytes, count_blocks, measure_memory
+from nanoapc.engine.kv_memory import MemoryUse, allocate, count_blocks, measure_memory
 from nanoapc.engine.metrics import Metrics, MetricsFile, PhaseStats, collect
 from nanoapc.engine.model_runner import InFlight, ModelRunner
 from nanoapc.engine.prefix_order import prefix_order
@@ -54,28 +55,21 @@ logger = logging.getLogger(__name__)
 MAX_BATCHED_TOKENS = {"cpu": 2048, "cuda": 8192}
 
 
-class _Launched(NamedTuple):
-    """A step in flight, and when the host began with it."""
-
-    in_flight: InFlight
-    start: float
-
-
 class Engine:
     """Everything that one LLM owns, except the caller's side.
 
     Attributes:
-        config, model_config, tokenizer, dtype, device, max_model_len
+        config, model_config, dtype, device, max_model_len
         eos_token_ids: what ends a text: the model's and the tokenizer's.
         manager, scheduler, runner
-        inputs: makes prompts for this model.
+        inputs: makes prompts for this model; has the tokenizer.
         phases: the steps so far, by phase ("prefill", "decode", "mixed").
         overlap: whether steps are launched ahead.
-        process: the one that it was made in, and runs in.
+        process: the id of the process that made it; a forked child cannot use it.
         dead: None, or why the engine cannot run any more.
     """
 
-    _at_device = False  # whether a step is being launched or waited for, so that nobody changes the host's side
+    _at_device = False  # while a step is launched or waited for: what fails then leaves scheduler and pool whole
 
     def __init__(self, config: EngineConfig):
         self.config = config
@@ -86,12 +80,11 @@ class Engine:
         self.model_config = ModelConfig.from_directory(directory)
         self.device = _device(config.device)
         self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
-        self.max_model_len = resolve_max_model_len(config, self.model_config)
-        self.tokenizer = load_tokenizer(config, str(directory))
+        self.inputs = make_inputs(config, directory, self.model_config)
+        self.max_model_len = self.inputs.max_model_len
         # Chat models that were tuned from a base model often name the end of a turn only in their tokenizer.
-        own_eos = getattr(self.tokenizer, "eos_token_id", None)
+        own_eos = getattr(self.inputs.tokenizer, "eos_token_id", None)
         self.eos_token_ids = tuple({*self.model_config.eos_token_ids, *([] if own_eos is None else [own_eos])})
-        self.inputs = InputProcessor(self.tokenizer, self.model_config.vocab_size, self.max_model_len)
         self.dead: str | None = None
         self._num_requests = 0
         self._num_sequences = 0
@@ -117,10 +110,8 @@ class Engine:
         on_cuda = self.device.type == "cuda"
         measure = partial(self._measure_memory, model, budget) if on_cuda else None
         num_blocks = count_blocks(config, model_config, self.dtype, self.max_model_len, measure)
-        size = block_bytes(model_config, self.dtype, config.block_size)
-        logger.info(
-            "KV cache: %d blocks of %d tokens, %.0f MiB", num_blocks, config.block_size, num_blocks * size / 2**20
-        )
+        size = num_blocks * config.block_size * model_config.kv_bytes(self.dtype)
+        logger.info("KV cache: %d blocks of %d tokens, %.0f MiB", num_blocks, config.block_size, size / 2**20)
         self.runner = self._make_runner(model, num_blocks)  # before the blocks: it fails at once if there is no memory
         hasher = BlockHasher(config.prefix_caching_hash_algo)
         self.events = self._make_events(directory, num_blocks) if config.trace or log_events else None
@@ -132,13 +123,12 @@ class Engine:
         # A line of a trace is a step: its events must not mix with those of the next.
         wanted = on_cuda if config.async_scheduling is None else config.async_scheduling
         self.overlap = wanted and self.events is None
-        self._in_flight: _Launched | None = None
+        self._in_flight: tuple[InFlight, float] | None = None  # and when the host began with it
 
     def _make_runner(self, model: CausalLM, num_blocks: int) -> ModelRunner:
         config, kernels = self.config, model.kernels
         return ModelRunner(
             model,
-            kernels,
             Sampler(kernels, self.inputs.num_valid_ids),
             AttentionPlanner(config.block_size, kernels.max_tile_rows, share=config.enable_forest_attention),
             allocate(num_blocks, self.model_config, self.dtype, config.block_size, self.device),
@@ -169,7 +159,7 @@ class Engine:
     def _make_events(self, directory: str, num_blocks: int) -> Events:
         header = {
             "model": directory,
-            "tokenizer": None if self.tokenizer is None else self.config.tokenizer or directory,
+            "tokenizer": None if self.inputs.tokenizer is None else self.config.tokenizer or directory,
             "block_size": self.config.block_size,
             "num_blocks": num_blocks,
         }
@@ -192,16 +182,12 @@ class Engine:
                 self.max_model_len,
                 seed,
                 self.eos_token_ids,
-                self.tokenizer,
+                self.inputs.tokenizer,
             )
             self._num_requests += 1
             self._num_sequences += len(request.sequences)
             sequences += request.sequences
         return prefix_order(sequences) if self.config.schedule_policy == "prefix" else sequences
-
-    def submit(self, sequences: list[Sequence]) -> None:
-        """Queues prepared sequences."""
-        self.scheduler.add(sequences)
 
     def abort(self, requests: Iterable[Request]) -> None:
         """Drops what is unfinished of the requests."""
@@ -220,19 +206,19 @@ class Engine:
             if step is None:
                 return []
             self._in_flight = self._launch() if self.overlap else None
-            ended = self._settle(step)
+            ended = self._settle(*step)
             if not self.scheduler.has_unfinished:
                 self._drain()
         except BaseException:
             self._in_flight = None
-            self.scheduler.step_failed(is_whole=self._at_device)
+            self.scheduler.step_failed(host_is_whole=self._at_device)
             self._at_device = False
             raise
         # A request appears once, with its last sequence.
         return list({id(seq.request): seq.request for seq in ended if seq.request.finished}.values())
 
-    def _launch(self) -> _Launched | None:
-        """Starts the next step, if there is one that can be started now."""
+    def _launch(self) -> tuple[InFlight, float] | None:
+        """Starts the next step, if there is one that can be started now; when that began."""
         start = time.perf_counter()
         batch = self.scheduler.schedule()
         if batch is None:
@@ -241,25 +227,25 @@ class Engine:
         in_flight = self.runner.launch(batch)
         self._at_device = False
         self.scheduler.advance(batch)
-        return _Launched(in_flight, start)
+        return in_flight, start
 
-    def _settle(self, step: _Launched) -> list[Sequence]:
+    def _settle(self, in_flight: InFlight, start: float) -> list[Sequence]:
         """Waits for a step's result and enters it; returns the sequences that have ended."""
         self._at_device = True
-        result, batch = step.in_flight.wait(), step.in_flight.batch
+        token_ids, batch = in_flight.wait(), in_flight.batch
         self._at_device = False
         before = self.scheduler.stats.computed_tokens
-        ended = self.scheduler.settle(batch, result.token_ids)
+        ended = self.scheduler.settle(batch, token_ids)
         now = time.perf_counter()
-        seconds, self._settled_at = now - max(step.start, self._settled_at), now
-        self._step_done(batch, result.tiles, self.scheduler.stats.computed_tokens - before, seconds)
+        seconds, self._settled_at = now - max(start, self._settled_at), now
+        self._step_done(batch, in_flight.tiles, self.scheduler.stats.computed_tokens - before, seconds)
         return ended
 
     def _drain(self) -> None:
         """Settles the step in flight; only surplus rows are left in it when nothing is unfinished."""
         if self._in_flight is not None:
             step, self._in_flight = self._in_flight, None
-            self._settle(step)
+            self._settle(*step)
 
     # -- what is told about it ---------------------------------------------------------------------------
 
@@ -286,10 +272,6 @@ class Engine:
 
     # -- the cache ---------------------------------------------------------------------------------------
 
-    def reset_prefix_cache(self) -> bool:
-        """Forgets all cached prefixes; False (and nothing changes) while requests run."""
-        return self.manager.reset()
-
     def save_prefix_cache(self) -> int:
         """Writes the cached prefixes to prefix_cache_file; returns the number of blocks."""
         if self.store is None:
@@ -307,10 +289,10 @@ class Engine:
             self.store.origin["weights"] = str(self._digest)
         if self.runner.graphs is not None:
             self.runner.graphs.capture()  # they hold the addresses of the old ones
-        self.reset_prefix_cache()
+        self.manager.reset()
 
     def close(self) -> None:
-        """Drops model and KV memory; afterwards every use is a RuntimeError."""
+        """Drops model and KV memory; afterwards nothing can run (a RuntimeError)."""
         if self.dead is None and self.process == os.getpid():  # a forked child leaves the files to its parent
             self.abort_all()
             self._in_flight = None
@@ -348,7 +330,13 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+def make_inputs(config: EngineConfig, directory: Path, model: ModelConfig) -> InputProcessor:
+    """What makes prompts for a model directory, with its tokenizer; needs no weights."""
+    max_model_len = _max_model_len(config, model)
+    return InputProcessor(_load_tokenizer(config, str(directory)), model.vocab_size, max_model_len)
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     """Tokens that a sequence may hold: the config's wish within the model's limit."""
     limit = model.max_len
     wanted = limit if config.max_model_len is None else config.max_model_len
@@ -359,7 +347,7 @@ def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     return wanted
 
 
-def load_tokenizer(config: EngineConfig, directory: str) -> Any:
+def _load_tokenizer(config: EngineConfig, directory: str) -> Any:
     """The transformers tokenizer of a model directory (or of config.tokenizer); None with skip_tokenizer_init."""
     if config.skip_tokenizer_init:
         return None

@@ -37,11 +37,6 @@ CONTROL_GROUPS = {
 """Of both versions: controllers in /proc/self/cgroup -> where groups lie, limit, use, prefix in memory.stat."""
 
 
-def block_bytes(model: ModelConfig, dtype: torch.dtype, block_size: int) -> int:
-    """Bytes of one block: K and V of block_size tokens in all layers."""
-    return 2 * model.num_layers * model.num_kv_heads * model.head_dim * block_size * dtype.itemsize
-
-
 @dataclass(frozen=True)
 class MemoryUse:
     """A CUDA device's bytes before the KV cache is there.
@@ -92,7 +87,7 @@ def count_blocks(
     Raises:
         ValueError: they could not hold max_model_len tokens, or there is no memory for a single one.
     """
-    size = block_bytes(model, dtype, config.block_size)
+    size = config.block_size * model.kv_bytes(dtype)
     needed = -(-max_model_len // config.block_size)
     if config.num_kv_blocks is not None:
         count, source = config.num_kv_blocks, f"num_kv_blocks={config.num_kv_blocks}"
@@ -131,7 +126,7 @@ def allocate(
     """
     shape = (num_blocks, model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim)
     if device.type == "cpu":
-        num_bytes = num_blocks * block_bytes(model, dtype, block_size)
+        num_bytes = num_blocks * block_size * model.kv_bytes(dtype)
         try:
             memory = np.zeros(num_bytes, np.uint8)
         except (MemoryError, ValueError):  # ValueError: more than numpy can count

@@ -27,6 +27,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,14 +45,13 @@ INTERVAL_S = 10.0
 """Seconds between two versions of the metrics file while the engine is busy."""
 
 
-def _counter(name: str, text: str) -> Any:
+def _counter(name: str, text: str, kind: str = "counter") -> Any:
     """A number that only grows: its name for Prometheus, and what it means."""
-    return field(default=0, metadata={"name": name, "help": text, "kind": "counter"})
+    return field(default=0, metadata={"name": name, "help": text, "kind": kind})
 
 
-def _gauge(name: str, text: str) -> Any:
-    """A number that goes up and down."""
-    return field(default=0, metadata={"name": name, "help": text, "kind": "gauge"})
+_gauge = partial(_counter, kind="gauge")
+"""A number that goes up and down."""
 
 
 @dataclass
@@ -160,12 +160,11 @@ def collect(scheduler: Scheduler, steps: dict[str, PhaseStats], model: ModelConf
     heads = 2 * model.num_heads + 2 * model.num_kv_heads  # q and output, k and v
     weights = model.num_layers * model.hidden_size * (heads * model.head_dim + 3 * model.intermediate_size)
     attention = 4 * model.num_layers * model.num_heads * model.head_dim
-    kv_bytes_a_token = 2 * model.num_layers * model.num_kv_heads * model.head_dim * dtype.itemsize
     return Metrics(
         **asdict(stats),
         recent_hit_rate=stats.recent_hit_rate,
         flops_saved=2 * weights * stats.hit_tokens + attention * stats.hit_pairs,
-        kv_bytes_saved=(stats.hit_tokens - stats.copied_tokens) * kv_bytes_a_token,
+        kv_bytes_saved=(stats.hit_tokens - stats.copied_tokens) * model.kv_bytes(dtype),
         evictions=pool.num_evictions,
         wanted_evictions=pool.num_wanted_evictions,
         num_blocks=len(pool.blocks),

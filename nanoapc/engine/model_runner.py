@@ -24,7 +24,6 @@ from nanoapc.engine.cuda_graphs import Backend, DecodeGraphs
 from nanoapc.engine.sequence import Sequence
 from nanoapc.engine.step_batch import StepBatch
 from nanoapc.engine.transfer import Event, Transfer
-from nanoapc.kernels import Kernels
 from nanoapc.layers.sampler import SampledTokens, Sampler, SamplingRows, TokenLogprobs
 from nanoapc.models.decoder import CausalLM
 
@@ -36,19 +35,10 @@ PROMPT_LOGPROB_ROWS = 256
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """token_ids [num_samples] int64 in the order of batch.sample_rows, -1 where a sequence's own parameters leave none;
-    tiles [num_tiles, 6] that attention ran."""
-
-    token_ids: np.ndarray
-    tiles: np.ndarray
-
-
-@dataclass(frozen=True)
 class InFlight:
     """A step that the device runs, or has run.
 
-    tiles: of its attention. rows: of its sampling, None if nothing is sampled.
+    tiles: of its attention [num_tiles, 6]. rows: of its sampling, None if nothing is sampled.
     sampled, prompt_scores: its results, on the host once `arrived` (None: already).
     """
 
@@ -59,8 +49,10 @@ class InFlight:
     prompt_scores: list[tuple[Sequence, TokenLogprobs]]
     arrived: Event | None
 
-    def wait(self) -> StepResult:
-        """The result. Log-probs are entered into the sequences, except those that have ended meanwhile.
+    def wait(self) -> np.ndarray:
+        """[num_samples] int64 in the order of batch.sample_rows, -1 where a sequence's own parameters leave no token.
+
+        Log-probs are entered into the sequences, except those that have ended meanwhile.
 
         Raises:
             RuntimeError: the logits of a sequence that goes on are NaN or infinite.
@@ -70,7 +62,7 @@ class InFlight:
         for seq, scored in self.prompt_scores:
             seq.prompt_logprobs.extend(split_logprobs(scored))
         if self.sampled is None or self.rows is None:
-            return StepResult(np.zeros(0, np.int64), self.tiles)
+            return np.zeros(0, np.int64)
         token_ids = self.sampled.token_ids.numpy()
         for i in np.flatnonzero(token_ids < 0).tolist():
             _check_excluded(self.batch.sampled[i], self.rows.num_valid_ids)
@@ -83,8 +75,8 @@ class InFlight:
         if self.rows.has_edits:
             for seq, token_id in zip(self.batch.sampled, token_ids.tolist(), strict=True):
                 if seq.sampler_state is not None and token_id >= 0:
-                    seq.sampler_state.append(token_id)
-        return StepResult(token_ids, self.tiles)
+                    seq.sampler_state.output_ids.append(token_id)
+        return token_ids
 
 
 def _check_excluded(seq: Sequence, num_valid_ids: int) -> None:
@@ -100,7 +92,6 @@ class ModelRunner:
 
     Args:
         model: the loaded model.
-        kernels: the device's functions.
         sampler: turns logits into tokens.
         planner: turns block tables into tiles.
         kv_memory: [NB, L, 2, Hkv, B, D].
@@ -114,7 +105,6 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
-        kernels: Kernels,
         sampler: Sampler,
         planner: AttentionPlanner,
         kv_memory: Tensor,
@@ -122,7 +112,7 @@ class ModelRunner:
         max_num_seqs: int,
     ):
         self.model = model
-        self.kernels = kernels
+        self.kernels = model.kernels
         self.sampler = sampler
         self.planner = planner
         self.kv_memory = kv_memory

@@ -5,7 +5,7 @@
 
 One token budget a step. Running sequences come first, oldest first; what is left of the budget admits waiting ones,
 whose prompts run in chunks that fill it, mixed with the decodes of the others. A sequence is admitted only when its
-whole prompt finds blocks (and a small watermark stays free), so a prefill is never preempted half way by itself.
+whole prompt finds blocks (and, while others run, a small watermark stays free), so none lacks blocks for its prompt.
 
 When a running sequence finds no block, the newest running one is preempted: its blocks go back (its full ones stay
 cached), it waits at the head of the queue with its output, and is computed again from what is still cached.
@@ -83,7 +83,7 @@ class Scheduler:
     def add(self, sequences: list[Sequence]) -> None:
         """Appends new sequences to the queue."""
         for seq in sequences:
-            self.manager.enqueue(seq)
+            self.manager.start_waiting(seq)
             self.waiting.append(seq)
         if self.events is not None:
             self.events.added(sequences)
@@ -95,7 +95,7 @@ class Scheduler:
         waiting, self.waiting = self.waiting, deque()
         for seq in waiting:
             if id(seq) in dropped:
-                self.manager.dequeue(seq)
+                self.manager.stop_waiting(seq)
             else:
                 self.waiting.append(seq)
         self._stop_running([seq for seq in dropped.values() if seq.row >= 0])
@@ -189,16 +189,8 @@ class Scheduler:
             filled = np.flatnonzero(num_filled)
             running = table.admission[rows[filled]] != table.NEVER  # not preempted meanwhile
             filled = filled[running & (table.tokens[rows[filled], ends[filled] - 1] >= 0)]
-            one = filled[num_filled[filled] == 1]
-            self._index_last([sequences[i] for i in one.tolist()], rows[one], ends[one])
-            for i in filled[num_filled[filled] > 1].tolist():
+            for i in filled.tolist():
                 self.manager.index_blocks(sequences[i], table.tokens[rows[i]], int(ends[i]))
-
-    def _index_last(self, sequences: list[Sequence], rows: np.ndarray, ends: np.ndarray) -> None:
-        """Indexes the last full block before `ends` of each of the sequences."""
-        size = self.manager.block_size
-        first = ends // size * size - size
-        self.manager.index_next(sequences, self.table.tokens[rows[:, None], first[:, None] + np.arange(size)])
 
     def _grow_or_preempt(self) -> None:
         """Blocks for everyone, oldest first, at the cost of the newest."""
@@ -220,7 +212,7 @@ class Scheduler:
         if self.events is not None:
             self.events.preempted(seq)
         self._stop_running([seq])
-        self.manager.enqueue(seq)
+        self.manager.start_waiting(seq)
         self.waiting.appendleft(seq)
 
     def _stop_running(self, sequences: list[Sequence]) -> None:
@@ -247,7 +239,7 @@ class Scheduler:
                 break
             self.waiting.popleft()
             copy = self.manager.admit(seq, match)
-            self.manager.dequeue(seq)
+            self.manager.stop_waiting(seq)
             if copy is not None:
                 copies.append(copy)
             budget -= self._start_running(seq, match, budget)
@@ -311,8 +303,10 @@ class Scheduler:
         self._unsettled = batch
 
     def settle(self, batch: StepBatch, token_ids: np.ndarray) -> list[Sequence]:
-        """Enters a step's results (token_ids [num_samples] as in `StepResult`); returns the sequences that have ended,
-        their blocks freed. Steps are settled in their order."""
+        """Enters a step's results (see `InFlight.wait`); returns the sequences that have ended, their blocks freed.
+
+        Steps are settled in their order.
+        """
         table, samples = self.table, batch.samples
         live = table.admission[batch.table_rows[samples]] == batch.admissions[samples]
         if not live.all():
@@ -344,9 +338,8 @@ class Scheduler:
         The next step, which runs already, computes these tokens: who has sampled goes on, as older ones want no more.
         """
         full = np.flatnonzero(lengths % self.manager.block_size == 0)
-        full = full[self.table.admission[rows[full]] != self.table.NEVER]
-        if len(full):
-            self._index_last([batch.sequences[i] for i in samples[full].tolist()], rows[full], lengths[full])
+        for i in full[self.table.admission[rows[full]] != self.table.NEVER].tolist():
+            self.manager.index_blocks(batch.sequences[samples[i]], self.table.tokens[rows[i]], int(lengths[i]))
 
     def _count_step(self, batch: StepBatch, num_surplus: int, num_generated: int) -> None:
         self.stats.computed_tokens += batch.num_tokens - num_surplus
@@ -371,13 +364,13 @@ class Scheduler:
             seq.finish_reason = "length"
         return seq.finish_reason is not None
 
-    def step_failed(self, is_whole: bool = True) -> None:
+    def step_failed(self, host_is_whole: bool = True) -> None:
         """A step has not run: withdraws what it and the one behind it would have filled; aborts everything.
 
-        is_whole: False if a change of what is kept here and in the pool was interrupted: all of it is forgotten then.
+        host_is_whole: False if a change of what is kept here and in the pool was interrupted: all is forgotten then.
         """
         self._unsettled = None
-        if is_whole:
+        if host_is_whole:
             self.manager.withdraw()
             self.abort([*self.running, *self.waiting])
             return

@@ -73,6 +73,11 @@ class StepBatch:
         return [self.sequences[i] for i in self.samples.tolist()]
 
 
+def places(counts: np.ndarray) -> np.ndarray:
+    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ..."""
+    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
 def build_step_batch(
     table: SequenceTable,
     table_rows: np.ndarray,
@@ -85,13 +90,9 @@ def build_step_batch(
     counts = table.num_scheduled_tokens[table_rows]
     starts = table.num_computed_tokens[table_rows]
     ends = starts + counts
-    if int(counts.max()) == 1:
-        row_of, positions = table_rows, starts
-        last_rows = np.arange(len(counts))
-    else:
-        row_of = np.repeat(table_rows, counts)
-        last_rows = np.cumsum(counts) - 1
-        positions = np.arange(len(row_of)) + np.repeat(starts - (last_rows + 1 - counts), counts)
+    row_of = np.repeat(table_rows, counts)
+    last_rows = np.cumsum(counts) - 1
+    positions = np.repeat(starts, counts) + places(counts)
     block_ids = table.block_table[row_of, positions // block_size].astype(np.int64)
     slots = block_ids * block_size + positions % block_size
     slots[positions < table.first_writable[row_of]] = -1
@@ -99,9 +100,7 @@ def build_step_batch(
     width = -(-int(ends.max()) // block_size)
     prompts = table.num_prompt_tokens[table_rows]
     num_decodes = int(np.count_nonzero((counts == 1) & (starts >= prompts)))
-    num_prompt_rows = 0
-    if num_decodes < len(counts):
-        num_prompt_rows = int(np.maximum(np.minimum(ends, prompts) - starts, 0).sum())
+    num_prompt_rows = int(np.maximum(np.minimum(ends, prompts) - starts, 0).sum())
     return StepBatch(
         table_rows=table_rows,
         admissions=table.admission[table_rows],

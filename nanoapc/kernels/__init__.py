@@ -39,15 +39,14 @@ class Kernels(Protocol):
     name: str
     max_tile_rows: int
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> PackedLinear:
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
+    ) -> PackedLinear:
         """weight [out, in], bias [out] -> a function from x [T, in] to [T, out] that owns (its form of) the weight.
 
-        shared: somebody else needs the weight as it is (a tied embedding), so a form of its own would be a second copy.
+        gated: the outputs' first half gates the second, the function gives silu(first) * second [T, out / 2].
+        shared: the weight is a tied embedding, which is needed unpacked, so packing it would make a second copy.
         """
-        ...
-
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> PackedLinear:
-        """weight [2 * I, in], gate's rows first, bias [2 * I] -> a function x [T, in] -> silu(gate) * up [T, I]."""
         ...
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from nanoapc.engine.attention_plan import KV_END, SPAN, TABLE, AttentionPlan
+from nanoapc.engine.step_batch import places
 from nanoapc.kernels import upload
 
 ITEM_COLUMNS = 8
@@ -85,12 +86,12 @@ class TileCutter:
         step = np.where(narrow, count, self.wide_rows // self.group)
         per_tile = -(-count // step)
         tile = self._tile = np.repeat(np.arange(len(tiles)), per_tile)
-        self._row = row_start[tile] + _places(per_tile) * step[tile]
+        self._row = row_start[tile] + places(per_tile) * step[tile]
         self._stop = np.minimum(self._row + step[tile], (row_start + count)[tile])
         self._table, self._start, self._narrow = table[tile], start[tile] // SPAN, narrow[tile]
         rows = self._stop - self._row
         self._of_rows = np.repeat(np.arange(len(tile)), rows)  # groups,
-        self._rows = self._row[self._of_rows] + _places(rows)  # and their rows
+        self._rows = self._row[self._of_rows] + places(rows)  # and their rows
         self._last = np.zeros(int(self._stop.max()), np.int64)
         self._last[self._rows] = self._of_rows  # levels ascend: the deepest wins
         self._is_last = self._last[self._row] == np.arange(len(tile))
@@ -115,32 +116,29 @@ class TileCutter:
         num_parts = spans[self._last] - first_of_row + 1
         num_parts[(num_parts == 1) & (start == 0)[self._last] | in_one_go[self._last]] = 0
         first_part = np.concatenate([[0], np.cumsum(num_parts)])
-        # Items: for each group its parts.
+        # Items: for each group its parts, which are runs of spans.
         parts = own - first + (start == 0)
-        of = np.repeat(np.arange(len(own)), parts)
-        part = _places(parts)
-        is_first = (part == 0) & (start[of] == 0)
-        at = np.where(is_first, 0, start[of] + part + first[of] - (start[of] == 0))
-        length = np.where(is_first, first[of], 1)
-        row, stop = self._row[of], self._stop[of]
-        rank = np.where(is_first, 0, at - first_of_row[row] + 1)
-        rank[in_one_go[of] | (num_parts[row] == 0) & self._is_last[of]] = -1
-        wanted = (rank < 0) | (first_part[stop] > first_part[row])
-        order = np.lexsort((-length, ~self._narrow[of]))
+        group = np.repeat(np.arange(len(own)), parts)
+        part = places(parts)
+        is_first = (part == 0) & (start[group] == 0)
+        first_span = np.where(is_first, 0, start[group] + part + first[group] - (start[group] == 0))
+        num_spans = np.where(is_first, first[group], 1)
+        row, stop = self._row[group], self._stop[group]
+        part_of_row = np.where(is_first, 0, first_span - first_of_row[row] + 1)
+        part_of_row[in_one_go[group] | (num_parts[row] == 0) & self._is_last[group]] = -1
+        wanted = (part_of_row < 0) | (first_part[stop] > first_part[row])
+        order = np.lexsort((-num_spans, ~self._narrow[group]))
         order = order[wanted[order]]
-        columns = (row, stop - row, self._table[of], at * SPAN, (at + length) * SPAN, rank, 0 * row, 0 * row)
+        end_span, zero = first_span + num_spans, np.zeros_like(row)
+        rows = (row, stop - row, self._table[group])
+        columns = (*rows, first_span * SPAN, end_span * SPAN, part_of_row, zero, zero)
         self._items = np.stack(columns, axis=1, dtype=np.int32, casting="unsafe")[order]
-        of, until = of[order], (at + length)[order]
-        self._moving = np.flatnonzero(until == spans[of])
-        self._moving_group = of[self._moving]
-        num_narrow = int(self._narrow[of].sum())
+        group = group[order]
+        self._moving = np.flatnonzero(end_span[order] == spans[group])
+        self._moving_group = group[self._moving]
+        num_narrow = int(self._narrow[group].sum())
         narrow, wide = self._items[:num_narrow], self._items[num_narrow:]
         self._cut = Cut(narrow, wide, first_part.astype(np.int32), np.flatnonzero(num_parts))
-
-
-def _places(counts: np.ndarray) -> np.ndarray:
-    """0, 1, ... counts[0] - 1, 0, 1, ... counts[1] - 1, ..."""
-    return np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 @dataclass(frozen=True)

@@ -332,8 +332,7 @@ Tensor gumbel_argmax(const Tensor& logits, const Tensor& seeds, const Tensor& po
     const float* logit = lp + row * num_ids;
     const uint32_t k0 = mix(mix(uint32_t(position[row])) ^ uint32_t(seed[row]));
     const uint32_t k1 = mix(k0 ^ uint32_t(uint64_t(seed[row]) >> 32) ^ 0x9e3779b9u);
-    u32x16 lane;
-    for (uint32_t i = 0; i < LANES; ++i) lane[i] = i;
+    const u32x16 lane = (u32x16)lane_numbers();
     float best = -INFINITY;
     out[row] = 0;
     for (int64_t first = 0; first < num_ids; first += 8 * LANES) {
@@ -343,9 +342,7 @@ Tensor gumbel_argmax(const Tensor& logits, const Tensor& seeds, const Tensor& po
         const u32x16 hash = mix(mix(lane + uint32_t(i) + k0) ^ k1);
         bound = max(load_some(logit + i, end - i) + noise_bound(hash), bound);
       }
-      float highest = bound[0];
-      for (int i = 1; i < LANES; ++i) highest = std::max(highest, bound[i]);
-      if (highest < best) continue;
+      if (max_lanes(bound) < best) continue;
       for (int64_t i = first; i < end; ++i) {
         const uint32_t hash = mix(mix(uint32_t(i) + k0) ^ k1);
         const double u = ((hash >> 8) + 0.5) * 0x1p-24;

@@ -77,24 +77,19 @@ class CpuKernels:
         self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
         self.logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = logprobs
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Callable[[Tensor], Tensor]:
-        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out]."""
-        return self._pack(weight, bias, gated=False, shared=shared)
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
+    ) -> Callable[[Tensor], Tensor]:
+        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out], or to silu(gate) * up [T, out / 2].
 
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """weight [2 * I, in], gate's rows before up's, bias [2 * I] -> a function from x [T, in] to [T, I]."""
-        return self._pack(weight, bias, gated=True, shared=False)
-
-    def _pack(self, weight: Tensor, bias: Tensor | None, gated: bool, shared: bool) -> Callable[[Tensor], Tensor]:
-        """For the matrix unit a weight is packed, unless it is shared; otherwise it is used where it lies.
-
-        Sizes that are no multiple of 32 make a padded copy.
+        For the matrix unit a weight is packed, unless it is shared; otherwise it is used where it lies. Sizes that are
+        no multiple of 32 make a padded copy.
         """
         num_outputs, num_inputs = weight.shape[0] // (1 + gated), weight.shape[1]
         if gated and (rows := -num_outputs % 16):  # so that gate and up begin with a group of 16 rows
             weight = F.pad(weight.view(2, num_outputs, num_inputs), (0, 0, 0, rows)).flatten(0, 1)
             bias = None if bias is None else F.pad(bias.view(2, num_outputs), (0, rows)).flatten()
-            linear = self._pack(weight, bias, gated, shared)
+            linear = self.pack_linear(weight, bias, gated, shared)
             return lambda x: linear(x)[:, :num_outputs]
         amx = self.matrix_unit and weight.dtype is torch.bfloat16
         columns, rows = -num_inputs % 32 if amx else 0, -weight.shape[0] % 32

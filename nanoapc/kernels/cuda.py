@@ -7,6 +7,7 @@ one shape serves all, products have one configuration for each weight, and so do
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -51,16 +52,12 @@ class TritonKernels:
         self._prepared: tuple[AttentionPlan, AttentionWork] | None = None
         self._cutter = TileCutter(1, 1, 1)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Callable[[Tensor], Tensor]:
-        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out]."""
-        if self.deterministic:
-            return fixed_linear(weight, bias)
-        return lambda x: F.linear(x, weight, bias)
-
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """weight [2 * I, in], gate's rows before up's -> a function from x [T, in] to silu(gate) * up [T, I]."""
-        linear = self.pack_linear(weight, bias)
-        return lambda x: silu_and_mul(linear(x))
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
+    ) -> Callable[[Tensor], Tensor]:
+        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out], or to silu(gate) * up [T, out / 2]."""
+        linear = fixed_linear(weight, bias) if self.deterministic else partial(F.linear, weight=weight, bias=bias)
+        return (lambda x: silu_and_mul(linear(x))) if gated else linear
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [T, h] -> x / rms(x) * weight."""

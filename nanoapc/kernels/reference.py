@@ -12,15 +12,13 @@ Attention works on a row's running state, so that its KV range may come in any n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from nanoapc.engine.attention_plan import KV_END, KV_START, NUM_ROWS, ROW_START, TABLE
 from nanoapc.kernels.reference_sampling import argmax, keep_top, largest, logprobs
 
 if TYPE_CHECKING:
@@ -28,9 +26,6 @@ if TYPE_CHECKING:
 
 CHUNK_TOKENS = 2048
 """KV positions of a tile that are looked at together: bounds the temporaries."""
-
-BATCH_TOKENS = 1 << 14
-"""KV positions that a batch of tiles gathers at most (tiles x positions)."""
 
 MASK32 = 0xFFFFFFFF
 
@@ -45,18 +40,19 @@ class ReferenceKernels:
     largest = staticmethod(largest)
     logprobs = staticmethod(logprobs)
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, shared: bool = False) -> Callable[[Tensor], Tensor]:
-        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out]."""
-        return lambda x: F.linear(x, weight, bias)
+    def pack_linear(
+        self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
+    ) -> Callable[[Tensor], Tensor]:
+        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out], or to silu(gate) * up [T, out / 2]."""
 
-    def pack_gated_linear(self, weight: Tensor, bias: Tensor | None) -> Callable[[Tensor], Tensor]:
-        """weight [2 * I, in], gate's rows before up's -> a function from x [T, in] to silu(gate) * up [T, I]."""
-
-        def gated(x: Tensor) -> Tensor:
-            gate, up = F.linear(x, weight, bias).chunk(2, dim=-1)
+        def linear(x: Tensor) -> Tensor:
+            out = F.linear(x, weight, bias)
+            if not gated:
+                return out
+            gate, up = out.chunk(2, dim=-1)
             return F.silu(gate) * up
 
-        return gated
+        return linear
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x / rms(x) over the last dimension, in float32; cast to x.dtype; times weight."""
@@ -99,10 +95,12 @@ class ReferenceKernels:
         num_rows, num_heads, head_dim = q.shape
         m = torch.full((num_rows, num_heads), -torch.inf, dtype=torch.float32, device=q.device)
         state = (m, torch.zeros_like(m), m.new_zeros(num_rows, num_heads, head_dim))
-        for first, end in zip(plan.level_starts[:-1], plan.level_starts[1:], strict=True):
-            for tiles in _batches(plan.host_tiles[first:end]):
-                for kv_start in range(0, int((tiles[:, KV_END] - tiles[:, KV_START]).max()), CHUNK_TOKENS):
-                    _attend(q, kv_cache, plan, tiles, kv_start, scale, state)
+        for row, count, table, kv_start, kv_end, _ in plan.host_tiles.tolist():
+            rows = slice(row, row + count)
+            end = min(kv_end, int(plan.positions[rows].max()) + 1)
+            for start in range(kv_start, end, CHUNK_TOKENS):
+                position = torch.arange(start, min(end, start + CHUNK_TOKENS), device=q.device)
+                _attend(q, kv_cache, plan, rows, table, position, scale, state)
         return (state[2] / state[1].unsqueeze(-1)).to(q.dtype)
 
     def copy_blocks(self, kv_memory: Tensor, copies: Sequence[tuple[int, int, int]]) -> None:
@@ -150,70 +148,31 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-def _batches(tiles: np.ndarray) -> Iterator[np.ndarray]:
-    """The non-empty tiles of a level in groups of like size that are worth padding to one shape."""
-    lengths = tiles[:, KV_END] - tiles[:, KV_START]
-    order = np.lexsort((lengths, tiles[:, NUM_ROWS]))
-    order = order[lengths[order] > 0]
-    first = 0
-    for i in range(1, len(order) + 1):
-        if i < len(order):
-            rows, rows_limit = tiles[order[i], NUM_ROWS], 2 * tiles[order[first], NUM_ROWS]
-            length, length_limit = lengths[order[i]], 2 * lengths[order[first]] + 64
-            padded = (i + 1 - first) * min(int(lengths[order[first : i + 1]].max()), CHUNK_TOKENS)
-            fits = padded <= BATCH_TOKENS and padded * int(rows) <= 16 * BATCH_TOKENS
-            if fits and rows <= rows_limit and length <= length_limit:
-                continue
-        yield tiles[order[first:i]]
-        first = i
-
-
 def _attend(
     q: Tensor,
     kv_cache: Tensor,
     plan: AttentionPlan,
-    tiles: np.ndarray,
-    kv_start: int,
+    rows: slice,
+    table: int,
+    position: Tensor,
     scale: float,
     state: tuple[Tensor, Tensor, Tensor],
 ) -> None:
-    """Folds positions [kv_start, kv_start + CHUNK_TOKENS) of each tile's own range into its rows' state.
+    """Folds KV positions [C] of one table into the state of R rows; G = H / Hkv query heads a KV head."""
+    num_kv_heads, block_size, _ = kv_cache.shape[2:]
+    block = plan.block_tables[table].long()[position // block_size]
+    k, v = kv_cache[block, :, :, position % block_size].float().permute(1, 2, 0, 3)  # each [Hkv, C, D]
+    queries = q[rows].float().unflatten(1, (num_kv_heads, -1))  # [R, Hkv, G, D]
+    scores = torch.einsum("rhgd,hcd->rhgc", queries, k).flatten(1, 2) * scale  # [R, H, C]
+    unseen = position > plan.positions[rows, None]  # [R, C]
+    scores.masked_fill_(unseen[:, None], -torch.inf)
 
-    n tiles, padded to R rows (the last one repeated) and C positions; G = H / Hkv query heads a KV head.
-    """
-    _, num_heads, head_dim = q.shape
-    num_kv_heads, block_size = kv_cache.shape[2:4]
-    group = num_heads // num_kv_heads
-    tile = torch.from_numpy(tiles.astype(np.int64)).to(q.device)
-    n, num_rows = len(tiles), int(tiles[:, NUM_ROWS].max())
-    length = min(int((tiles[:, KV_END] - tiles[:, KV_START]).max()) - kv_start, CHUNK_TOKENS)
-
-    row = torch.arange(num_rows, device=q.device)
-    is_row = row < tile[:, NUM_ROWS, None]  # [n, R]
-    rows = tile[:, ROW_START, None] + torch.minimum(row, tile[:, NUM_ROWS, None] - 1)  # [n, R]
-    position = tile[:, KV_START, None] + kv_start + torch.arange(length, device=q.device)  # [n, C]
-    row_position = plan.positions[rows]  # [n, R]
-    last = torch.minimum(tile[:, KV_END] - 1, row_position.amax(1))  # [n]
-    seen = (position.unsqueeze(1) <= row_position.unsqueeze(2)) & (position <= last[:, None]).unsqueeze(1)
-
-    readable = torch.minimum(position, last[:, None])  # [n, C]; positions past the end repeat the last one
-    blocks = plan.block_tables.long()[tile[:, TABLE, None], readable // block_size]
-    k = kv_cache[:, 0][blocks, :, readable % block_size].float()  # [n, C, Hkv, D]
-    v = kv_cache[:, 1][blocks, :, readable % block_size].float()
-
-    queries = q[rows].float().view(n, num_rows, num_kv_heads, group, head_dim).transpose(1, 2)
-    queries = queries.reshape(n, num_kv_heads, num_rows * group, head_dim)
-    scores = (queries @ k.permute(0, 2, 3, 1)) * scale  # [n, Hkv, R * G, C]
-    scores = scores.view(n, num_kv_heads, num_rows, group, length)
-    scores.masked_fill_(~seen[:, None, :, None], -torch.inf)
-
-    m, sums, acc = (part[rows].view(n, num_rows, num_kv_heads, group, -1).transpose(1, 2) for part in state)
-    new_m = torch.maximum(m, scores.amax(-1, keepdim=True))  # [n, Hkv, R, G, 1]
+    m, sums, acc = (part[rows] for part in state)
+    new_m = torch.maximum(m, scores.amax(-1))  # [R, H]
     reference = new_m.masked_fill(new_m == -torch.inf, 0)  # a row that has seen nothing yet stays at l = 0
-    weights = torch.exp(scores - reference)
+    weights = torch.exp(scores - reference[..., None])
     rescale = torch.exp(m - reference)
-    summed = weights.view(n, num_kv_heads, num_rows * group, length) @ v.transpose(1, 2)
-    new_acc = acc * rescale + summed.view(acc.shape)
-    new_sums = sums * rescale + weights.sum(-1, keepdim=True)
-    for part, new in zip(state, (new_m, new_sums, new_acc), strict=True):
-        part[rows[is_row]] = new.transpose(1, 2)[is_row].reshape(-1, *part.shape[1:])
+    summed = torch.einsum("rhgc,hcd->rhgd", weights.unflatten(1, (num_kv_heads, -1)), v).flatten(1, 2)
+    state[0][rows] = new_m
+    state[1][rows] = sums * rescale + weights.sum(-1)
+    state[2][rows] = acc * rescale[..., None] + summed

@@ -1,6 +1,6 @@
 """GatedMLP: the feed-forward half of a layer, down(silu(gate(x)) * up(x)).
 
-Invariant: gate and up are one product, gate's rows first, as `Kernels.pack_gated_linear` expects them.
+Invariant: gate and up are one product, gate's rows first, as `Kernels.pack_linear` expects them.
 """
 
 from __future__ import annotations

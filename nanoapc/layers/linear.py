@@ -40,11 +40,8 @@ class Linear(Layer):
 
         shared: another module has the same weight.
         """
-        weight, bias = self.weight.data, None if self.bias is None else self.bias.data
-        if self.gated:
-            self._packed = kernels.pack_gated_linear(weight, bias)
-        else:
-            self._packed = kernels.pack_linear(weight, bias, shared)
+        bias = None if self.bias is None else self.bias.data
+        self._packed = kernels.pack_linear(self.weight.data, bias, self.gated, shared)
         self.weight = declare_parameter(*self.weight.shape)
         if self.bias is not None:
             self.bias = declare_parameter(*self.bias.shape)

@@ -41,7 +41,7 @@ def sequence_seed(seed: int, index: int) -> int:
 
 
 class SamplerState:
-    """One sequence's output so far, and what its parameters change in its logits, as arrays of ids."""
+    """One sequence's output so far (`output_ids` grows by each token), and what its parameters change in its logits."""
 
     def __init__(
         self,
@@ -59,10 +59,6 @@ class SamplerState:
         self.bad_phrases = [(array("q", words[:-1]), words[-1]) for words in bad_words_ids if len(words) > 1]
         self.stop_ids = list(stop_ids)
         self.min_tokens = params.min_tokens
-
-    def append(self, token_id: int) -> None:
-        """Take in the token that the sequence got. Constant time."""
-        self.output_ids.append(token_id)
 
     def passing_bans(self) -> list[int]:
         """The ids forbidden at the next position because of what the output is now."""

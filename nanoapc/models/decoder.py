@@ -22,7 +22,6 @@ from nanoapc.kernels import Kernels
 from nanoapc.layers import Layer
 from nanoapc.layers.activation import GatedMLP
 from nanoapc.layers.attention import Attention
-from nanoapc.layers.embedding import TokenEmbedding
 from nanoapc.layers.linear import Linear
 from nanoapc.layers.norm import RMSNorm
 from nanoapc.layers.rotary import cos_sin_table
@@ -64,7 +63,7 @@ class Decoder(Layer):
 
     def __init__(self, config: ModelConfig, kernels: Kernels):
         super().__init__()
-        self.embed_tokens = TokenEmbedding(config.vocab_size, config.hidden_size)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta")
         self.layers = nn.ModuleList(DecoderLayer(config, kernels) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
 
@@ -130,7 +129,7 @@ class CausalLM(Layer):
 
     def tie_head(self) -> None:
         """Makes the embedding the head's weight too (tie_word_embeddings), ready to be packed."""
-        self.lm_head.weight = self.model.embed_tokens.weight
+        self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
 
     def forward(
         self, token_ids: Tensor, positions: Tensor, kv_memory: Tensor, slots: Tensor, plan: AttentionPlan
