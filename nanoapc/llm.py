@@ -73,8 +73,8 @@ class LLM:
     def __init__(self, model: str | os.PathLike[str], **arguments: Any):
         self.engine = Engine(EngineConfig.from_arguments(model, **arguments))
         self.inputs = self.engine.inputs
-        weakref.finalize(self, self.engine.close)  # what is to be written at the end is, also without `close`
         self._lock = FairLock()
+        weakref.finalize(self, _close, self.engine, self._lock)  # files are written, also without `close`
         self._calls: list[_Call] = []
         self._steps = _Call()
 
@@ -393,13 +393,10 @@ class LLM:
 
     def close(self) -> None:
         """Drops unfinished requests and gives model and KV cache back; a second call does nothing."""
-        with self._lock:
-            self.engine.close()
-            self._steps.pending.clear()
+        _close(self.engine, self._lock)
+        self._steps.pending.clear()
 
     def _check_open(self) -> None:
-        if self.engine.process != os.getpid():
-            raise RuntimeError("this LLM belongs to the process that was forked; make one in each process")
         if self.engine.dead is not None:
             raise RuntimeError(self.engine.dead)
 
@@ -408,3 +405,10 @@ class LLM:
 
     def __exit__(self, *exception: object) -> None:
         self.close()
+
+
+def _close(engine: Engine, lock: FairLock) -> None:
+    """Closes an engine between two steps; a forked child leaves it, and its files, to the parent."""
+    if lock.process == os.getpid():
+        with lock:
+            engine.close()

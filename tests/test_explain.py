@@ -116,6 +116,9 @@ def test_it_tells_what_the_next_request_gets_and_changes_nothing(make_llm: MakeL
         explanation = llm.explain(prompt)
         assert (pool_state(llm.engine.manager.pool), llm.metrics()) == before
         assert explanation.num_cached_tokens == cached(run(llm, [prompt], max_tokens=6))[0]
+    # What the last step has filled can be copied from in the next.
+    run(llm, [P], max_tokens=1)
+    assert llm.explain([*P[:11], 7]).num_cached_tokens == cached(run(llm, [[*P[:11], 7]]))[0] == 11
     assert llm.metrics().hit_tokens > 0 and llm.metrics().evictions > 0
 
 

@@ -807,6 +807,28 @@ class TestSurroundings:
         assert "make one in each process" in process.stdout
         assert (tmp_path / "prefixes").exists()
 
+    def test_a_child_that_was_forked_in_the_middle_of_a_step_hangs_nowhere(self, model_dir: Path) -> None:
+        program = (
+            "import os, signal, sys, threading; from nanoapc import LLM\n"
+            "llm = LLM(sys.argv[1], max_model_len=64, block_size=4)\n"
+            "in_step, done = threading.Event(), threading.Event()\n"
+            "def launch(batch): in_step.set(); done.wait(); raise RuntimeError('enough')\n"
+            "llm.engine.runner.launch = launch\n"
+            "thread = threading.Thread(target=llm.generate, args=([[5] * 9],), daemon=True); thread.start()\n"
+            "in_step.wait()\n"
+            "if os.fork() == 0:\n"
+            "    signal.alarm(20)\n"
+            "    for use in (llm.metrics, llm.step, lambda: llm.add_request([5])):\n"
+            "        try: use()\n"
+            "        except RuntimeError as error: print(error, flush=True)\n"
+            "    llm.close(); sys.exit()\n"
+            "code = os.waitstatus_to_exitcode(os.wait()[1]); done.set(); thread.join(); sys.exit(code)"
+        )
+        command = [sys.executable, "-c", program, str(model_dir)]
+        process = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        assert process.returncode == 0, process.stderr
+        assert process.stdout.count("make one in each process") == 3
+
 
 class TestChat:
     def test_one_conversation_or_many(self, make_llm: MakeLLM) -> None:

@@ -214,7 +214,7 @@ class TestPrometheus:
         assert _value(path, "nanoapc:num_requests_running") == 0
 
     def test_a_missing_folder_is_named(self, make_llm: MakeLLM, tmp_path: Path) -> None:
-        with pytest.raises(ValueError, match="there is no such folder"):
+        with pytest.raises(ValueError, match="there is no folder"):
             make_llm(metrics_file=tmp_path / "nowhere" / "x.prom")
 
     def test_a_file_that_cannot_be_written_stops_nothing(

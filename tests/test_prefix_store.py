@@ -204,6 +204,27 @@ class TestSaving:
             make_llm(prefix_cache_file=file)
 
 
+class TestTheEndOfTheProgram:
+    def test_in_the_middle_of_a_step_saves_only_what_is_computed(
+        self, file: Path, model_dir: Path, make_llm: MakeLLM, cache_off: LLM
+    ) -> None:
+        program = (
+            "import sys, threading, time; from nanoapc import LLM, SamplingParams as S\n"
+            "llm = LLM(sys.argv[1], max_model_len=64, block_size=4, dtype='float32', prefix_cache_file=sys.argv[2])\n"
+            "launch, in_step = llm.engine.runner.launch, threading.Event()\n"
+            "def slow(batch): in_step.set(); time.sleep(1); return launch(batch)\n"
+            "llm.engine.runner.launch = slow\n"
+            f"call = lambda: llm.generate([{P}], S(max_tokens=9, temperature=0), use_tqdm=False)\n"
+            "threading.Thread(target=call, daemon=True).start(); in_step.wait()"
+        )
+        command = [sys.executable, "-c", program, str(model_dir), str(file)]
+        assert subprocess.run(command, capture_output=True, timeout=120).returncode == 0
+        (output,) = run(make_llm(prefix_cache_file=file), [P], logprobs=3)
+        assert output.num_cached_tokens == 12
+        (expected,) = run(cache_off, [P], logprobs=3)
+        assert output.outputs[0].logprobs == expected.outputs[0].logprobs
+
+
 class TestAWrongFile:
     @pytest.fixture
     def good(self, file: Path, make_llm: MakeLLM) -> Path:
@@ -233,6 +254,14 @@ class TestAWrongFile:
             good.write_bytes(whole[:size])
             with pytest.raises(ValueError, match=r"prefixes.*(delete it|name another)"):
                 make_llm(prefix_cache_file=good)
+
+    def test_with_a_byte_changed_anywhere_is_refused(self, good: Path, make_llm: MakeLLM) -> None:
+        whole = good.read_bytes()
+        for place in range(8, len(whole), max(1, len(whole) // 150)):
+            good.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+            if whole[place : place + 1] != b" ":  # the header is padded
+                with pytest.raises(ValueError, match=r"prefixes.*(delete it|name another)"):
+                    make_llm(prefix_cache_file=good)
 
     def test_of_another_kind_is_refused(self, file: Path, model_dir: Path, make_llm: MakeLLM) -> None:
         shutil.copy(model_dir / "model.safetensors", file)

@@ -107,8 +107,8 @@ class BlockManager:
 
     # -- match -> admit ----------------------------------------------------------------------------------
 
-    def match(self, seq: Sequence) -> Match:
-        """What a waiting sequence would find in the cache now. Changes nothing."""
+    def match(self, seq: Sequence, step: int | None = None) -> Match:
+        """What a waiting sequence finds in the cache in a step (None: the current one). Changes nothing."""
         if not self.enable_caching or not seq.reads_cache:
             return Match()
         num_tokens = seq.num_tokens
@@ -124,16 +124,16 @@ class BlockManager:
         num_cached = len(shared) * self.block_size
         if num_cached >= num_tokens:
             return Match(shared, None, num_tokens - 1)
-        copy = self._sub_block_hit(seq, prefix, len(shared))
+        copy = self._sub_block_hit(seq, prefix, len(shared), self.step if step is None else step)
         return Match(shared, copy, num_cached + (copy[1] if copy else 0))
 
-    def _sub_block_hit(self, seq: Sequence, parent: Prefix, num_shared: int) -> tuple[Block, int] | None:
+    def _sub_block_hit(self, seq: Sequence, parent: Prefix, num_shared: int, step: int) -> tuple[Block, int] | None:
         start = num_shared * self.block_size
         extra = b"" if num_shared else seq.extra
         tokens = seq.all_tokens()[start : start + self.block_size]
         # A partial last block is padded with an id that no vocabulary has: it sorts after its longest agreement.
         label = extra + encode_tokens(tokens) + b"\xff" * (TOKEN_BYTES * (self.block_size - len(tokens)))
-        found = self.pool.closest_child(parent, label, self.step)
+        found = self.pool.closest_child(parent, label, step)
         if found is None:
             return None
         block, num_bytes = found

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 import time
 from collections.abc import Iterable
 from functools import partial
@@ -65,7 +64,6 @@ class Engine:
         inputs: makes prompts for this model; has the tokenizer.
         phases: the steps so far, by phase ("prefill", "decode", "mixed").
         overlap: whether steps are launched ahead.
-        process: the id of the process that made it; a forked child cannot use it.
         dead: None, or why the engine cannot run any more.
     """
 
@@ -73,7 +71,6 @@ class Engine:
 
     def __init__(self, config: EngineConfig):
         self.config = config
-        self.process = os.getpid()
         log_events = configure_logging()
         self.metrics_file = MetricsFile(config.metrics_file) if config.metrics_file else None
         directory = resolve_model(config.model)
@@ -293,7 +290,7 @@ class Engine:
 
     def close(self) -> None:
         """Drops model and KV memory; afterwards nothing can run (a RuntimeError)."""
-        if self.dead is None and self.process == os.getpid():  # a forked child leaves the files to its parent
+        if self.dead is None:
             self.abort_all()
             self._in_flight = None
             self._save_at_end()
@@ -325,6 +322,8 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"device must be 'auto', 'cpu', 'cuda' or 'cuda:N', not {name!r}")
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device={name!r}, but this PyTorch sees no CUDA device; use device='cpu'")
+    if device.type == "cpu":
+        return torch.device("cpu")
     if device.index is not None:
         torch.cuda.set_device(device)  # streams, events and kernels are those of the current device
     return device

@@ -32,8 +32,8 @@ class Explanation:
     evicted_steps_ago: int | None = None  # with reason "evicted"
 
     def __str__(self) -> str:
-        copied = f", {self.num_copied_tokens} copied tokens" if self.num_copied_tokens else ""
-        found = f"{len(self.shared_blocks)} blocks{copied}"
+        copied = f", {_count(self.num_copied_tokens, 'copied token')}" if self.num_copied_tokens else ""
+        found = f"{_count(len(self.shared_blocks), 'block')}{copied}"
         return f"{self.num_cached_tokens} of {self.num_prompt_tokens} prompt tokens are cached ({found}): {self.text}"
 
 
@@ -41,10 +41,11 @@ def explain(manager: BlockManager, seq: Sequence) -> Explanation:
     """What a sequence that is in no queue would find, and why no more."""
     if manager.enable_caching:
         manager.extend_keys(seq, seq.prompt)
-    match = manager.match(seq)
+    next_step = manager.step + 1
+    match = manager.match(seq, next_step)
     num_shared, num_cached, steps = len(match.shared), match.num_cached_tokens, None
     if num_shared < len(seq.keys) and seq.keys[num_shared] in manager.pool.evicted:
-        steps = manager.step + 1 - manager.pool.evicted[seq.keys[num_shared]]  # seen from the next step
+        steps = next_step - manager.pool.evicted[seq.keys[num_shared]]
     reason, text = _reason(manager, seq, num_shared, num_cached, steps)
     return Explanation(
         num_prompt_tokens=seq.num_prompt_tokens,
@@ -71,15 +72,19 @@ def _reason(
     if num_cached == seq.num_prompt_tokens - 1:
         return "last_token", "the last token is always computed: its logits choose the first output token"
     if evicted_steps_ago is not None:
-        ago = f"{evicted_steps_ago} step{'s' if evicted_steps_ago > 1 else ''} ago"
-        return "evicted", f"block {num_shared} of the prompt was cached, but evicted {ago}"
+        ago = _count(evicted_steps_ago, "step")
+        return "evicted", f"block {num_shared} of the prompt was cached, but evicted {ago} ago"
     if (other := _blocks_under_another_salt(manager, seq)) > num_shared:
         return "other_salt", f"{other} of its blocks are cached under another salt (or none), which is kept apart"
     if num_cached > num_shared * size:
         return "no_such_block", f"what is cached goes on with another token at position {num_cached}"
     if rest < size:
-        return "below_one_block", f"only full blocks are cached; the last {rest} tokens fill none of {size}"
+        return "below_one_block", f"only full blocks are cached; the last {_count(rest, 'token')} fill none of {size}"
     return "no_such_block", f"no cached block holds the tokens from position {num_cached} on"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
 
 
 def _blocks_under_another_salt(manager: BlockManager, seq: Sequence) -> int:

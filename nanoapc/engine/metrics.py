@@ -31,6 +31,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanoapc.engine.output_file import output_file
+
 if TYPE_CHECKING:
     import torch
 
@@ -182,13 +184,11 @@ class MetricsFile:
     """A textfile for the node exporter's collector (which reads *.prom); replaced as a whole, never half written.
 
     Raises:
-        ValueError: the file's folder is missing.
+        ValueError: see `output_file`.
     """
 
     def __init__(self, path: str):
-        if not Path(path).parent.is_dir():
-            raise ValueError(f"metrics_file={path!r}: there is no such folder; make it first")
-        self._path = path
+        self._path = output_file("metrics_file", path)
         self._written = time.monotonic()
 
     @property

@@ -5,12 +5,14 @@
         [the cat sat on] [a chair , so]          tokens   the chains one after the other
         [the cat ran to]                         kv       a row for each block that no chain before it has:
                                                           the cat sat on | the mat . It | a chair , so | the cat ran to
+                                                 hashes   of these rows
 
 Keys are not stored but made anew, so a random root (see block_hash.py) is no obstacle. A chain that is read goes
 through the block manager like a sequence that has run: looked up, admitted, indexed, freed.
 
-Invariants: K/V is taken only from a file made with the same weights, config, kernels, dtype and block size, so results
-are the same bits as without it. The file is replaced as a whole: what was there stays until the new one is complete.
+Invariants: K/V is taken only from a file made with the same weights, config, kernels, dtype and block size, and only as
+it was written (a damaged file is refused), so results are the same bits as without it. The file is replaced as a whole:
+what was there stays until the new one is complete.
 
 Whether it pays: K/V is read at the disk's speed, some 20 us a token for a model of 0.6B parameters. Computing it takes
 25 times as long on two CPU cores, but less than that on a large GPU.
@@ -23,17 +25,18 @@ import json
 import logging
 import os
 import struct
-from pathlib import Path
 from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from nanoapc.engine.block_manager import TOKEN_BYTES, BlockManager
 from nanoapc.engine.block_pool import Block, BlockPool
+from nanoapc.engine.output_file import output_file
 from nanoapc.engine.sequence import Sequence
 from nanoapc.inputs import groups
 from nanoapc.kernels import Kernels
@@ -43,7 +46,7 @@ from nanoapc.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "nanoapc prefixes 1"
+FORMAT = "nanoapc prefixes 2"
 CHUNK_BYTES = 64 * 2**20
 """K/V that is on its way between cache and file at once."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | {torch.int64: "I64", torch.int32: "I32"}
@@ -58,13 +61,11 @@ class PrefixStore:
         manager, kv_memory: the engine's cache; kv_memory is [NB, L, 2, Hkv, B, D].
         origin: what the bits of K/V depend on besides the tokens, see `kv_origin`.
     Raises:
-        ValueError: the folder is missing or cannot be written.
+        ValueError: see `output_file`.
     """
 
     def __init__(self, path: str, manager: BlockManager, kv_memory: Tensor, origin: dict[str, str]):
-        self.path = Path(path)
-        if not os.access(self.path.parent, os.W_OK):
-            raise ValueError(f"prefix_cache_file={path!r}: there is no folder {self.path.parent} that can be written")
+        self.path = output_file("prefix_cache_file", path)
         self.manager = manager
         self.kv_memory = kv_memory
         self.origin = origin
@@ -99,23 +100,30 @@ class PrefixStore:
     def _write(self, file: Any, chains: list[list[Block]], blocks: list[Block]) -> None:
         size = self.manager.block_size * TOKEN_BYTES
         labels = [[block.prefix.label for block in chain if block.prefix] for chain in chains]
-        extra_keys = [chain[0][:-size].hex() for chain in labels]  # what a first block's label has before its tokens
+        # What a first block's label has before its tokens.
+        extra_keys = json.dumps([chain[0][:-size].hex() for chain in labels])
         tokens = b"".join(label[-size:] for chain in labels for label in chain)
         lengths = torch.tensor([len(chain) for chain in chains], device="cpu")
         token_ids = torch.from_numpy(np.frombuffer(tokens, ">u4").astype(np.int32))
+        metadata = {"format": FORMAT, **self.origin, "extra_keys": extra_keys}
         header = _header(
-            {"format": FORMAT, **self.origin, "extra_keys": json.dumps(extra_keys)},
+            metadata | {"hash": _hash_of_chains(extra_keys, lengths, token_ids)},
             {
                 "lengths": (lengths.dtype, lengths.shape),
                 "tokens": (token_ids.dtype, token_ids.shape),
                 "kv": (self.kv_memory.dtype, (len(blocks), *self.kv_memory.shape[1:])),
+                "hashes": (torch.int64, (len(blocks),)),
             },
         )
         file.write(header)
         for tensor in (lengths, token_ids):
             file.write(tensor.numpy().data)
+        hashes: list[np.ndarray] = []
         for rows in groups((block.block_id for block in blocks), self._rows_at_once):
-            file.write(self.kv_memory[rows].cpu().view(torch.uint8).numpy().data)
+            kv = self.kv_memory[rows].cpu()
+            file.write(_bytes(kv).data)
+            hashes.append(_hashes_of_rows(kv))
+        file.write(np.concatenate(hashes).data)
 
     # -- reading -----------------------------------------------------------------------------------------
 
@@ -129,8 +137,9 @@ class PrefixStore:
             return 0
         try:
             with safe_open(self.path, framework="pt") as file:
-                self._check_origin(file.metadata() or {})
-                num_blocks = self._read(file)
+                metadata = file.metadata() or {}
+                self._check_origin(metadata)
+                num_blocks = self._read(file, metadata)
         except (SafetensorError, OSError) as error:
             raise ValueError(f"prefix_cache_file {self.path}: {error}; delete it, or name another") from error
         logger.info("%d cached blocks are taken from %s", num_blocks, self.path)
@@ -146,13 +155,19 @@ class PrefixStore:
                     "name another file, or delete it"
                 )
 
-    def _read(self, file: Any) -> int:
-        extra_keys = json.loads(file.metadata()["extra_keys"])
-        ends = np.cumsum(file.get_tensor("lengths").numpy()) * self.manager.block_size
-        prompts = np.split(file.get_tensor("tokens").numpy(), ends[:-1])
+    def _read(self, file: Any, metadata: dict[str, str]) -> int:
+        extra_keys = metadata.get("extra_keys", "")
+        lengths, token_ids, hashes = (
+            file.get_tensor(name) if name in file.keys() else torch.zeros(0)  # noqa: SIM118  # it is no dict
+            for name in ("lengths", "tokens", "hashes")
+        )
+        if metadata.get("hash") != _hash_of_chains(extra_keys, lengths, token_ids):
+            raise SafetensorError("it is damaged")
+        ends = np.cumsum(lengths.numpy()) * self.manager.block_size
+        prompts = np.split(token_ids.numpy(), ends[:-1])
         sequences: list[Sequence] = []
         blocks: list[Block] = []
-        for tokens, extra in zip(prompts, extra_keys, strict=True):
+        for tokens, extra in zip(prompts, json.loads(extra_keys), strict=True):
             if self.manager.num_free_blocks == 0:
                 break
             seq = Sequence(-1 - len(sequences), tokens, SamplingParams(), max_tokens=1, extra=bytes.fromhex(extra))
@@ -161,8 +176,11 @@ class PrefixStore:
         kv = file.get_slice("kv")
         first = 0
         for rows in groups((block.block_id for block in blocks), self._rows_at_once):
-            self.kv_memory[rows] = kv[first : first + len(rows)].to(self.kv_memory.device)
-            first += len(rows)
+            end = first + len(rows)
+            if not np.array_equal(_hashes_of_rows(kv[first:end]), hashes.numpy()[first:end]):
+                raise SafetensorError("it is damaged")
+            self.kv_memory[rows] = kv[first:end].to(self.kv_memory.device)
+            first = end
         self.manager.begin_step()  # what was to be filled is
         for seq in reversed(sequences):  # so that the most recently used are evicted last
             self.manager.free(seq)
@@ -189,6 +207,20 @@ def kv_origin(model: ModelConfig, weights: str, kernels: Kernels, kv_memory: Ten
         "config": repr(dataclasses.replace(model, eos_token_ids=())),
         "weights": weights,
     }
+
+
+def _bytes(tensor: Tensor) -> np.ndarray:
+    return tensor.contiguous().view(torch.uint8).numpy()
+
+
+def _hash_of_chains(extra_keys: str, *tensors: Tensor) -> str:
+    """Of what says which block holds what."""
+    return xxhash.xxh3_128_hexdigest(extra_keys.encode() + b"".join(_bytes(tensor).tobytes() for tensor in tensors))
+
+
+def _hashes_of_rows(kv: Tensor) -> np.ndarray:
+    """[n] int64, one for each row of K/V."""
+    return np.array([xxhash.xxh3_64_intdigest(row.data) for row in _bytes(kv)], np.uint64).view(np.int64)
 
 
 def _chains(pool: BlockPool, step: int) -> list[list[Block]]:

@@ -8,7 +8,7 @@ Five counts never blur:
     num_cached_tokens     of those, found in the cache at (first) admission
     num_scheduled_tokens  to be computed in this step
 
-Which phase a sequence is in follows from them: it prefills while num_computed_tokens < num_tokens - 1.
+Which phase a sequence is in follows from them: it prefills while num_computed_tokens < num_prompt_tokens.
 
 While a sequence runs, its counts and tokens live in its row of the SequenceTable, so that a decode step is a
 few vector operations however many sequences run; `SequenceTable.remove` brings them back.
