@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tiny_models import load_tiny, make_tiny_model, random_ids
 from nanoapc import LLM, SamplingParams
 from nanoapc.engine import cuda_graphs
 from nanoapc.engine import engine as engine_module
-from nanoapc.engine.attention_plan import AttentionPlanner
+from nanoapc.engine.attention_plan import AttentionPlan, AttentionPlanner
 from nanoapc.engine.cuda_graphs import DecodeGraphs, Graph, bucket_sizes, graph_bytes
 from nanoapc.engine.model_runner import ModelRunner
 from nanoapc.engine.sequence import Sequence
@@ -53,8 +54,45 @@ class RecordedCalls:
         return replay
 
 
+class TilesInABuffer:
+    """The simplest fixed work: the tiles themselves, with their number before them."""
+
+    def __init__(self, capacity: int):
+        self.buffer = torch.zeros(1 + 6 * capacity, dtype=torch.int32)
+
+    def cut(self, tiles: np.ndarray) -> np.ndarray:
+        return tiles
+
+    def pack(self, tiles: np.ndarray) -> np.ndarray:
+        packed = np.zeros(len(self.buffer), np.int32)
+        packed[0], packed[1 : 1 + tiles.size] = len(tiles), tiles.reshape(-1)
+        return packed
+
+    def plan(self, plan: AttentionPlan) -> AttentionPlan:
+        tiles = self.buffer[1 : 1 + 6 * int(self.buffer[0])].view(-1, 6)
+        levels = np.searchsorted(tiles[:, 5].numpy(), np.arange(int(tiles[-1, 5]) + 2)).tolist()
+        return replace(plan, tiles=tiles, host_tiles=tiles.numpy(), level_starts=levels)
+
+
+def give_fixed_work(kernels: Any) -> None:
+    """Makes CPU kernels FixedWorkKernels."""
+    attention = kernels.attention
+
+    def attend(q: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan, scale: float) -> torch.Tensor:
+        return attention(q, kv_cache, plan if plan.work is None else plan.work.plan(plan), scale)
+
+    def prepare(q: torch.Tensor, kv_cache: torch.Tensor, plan: AttentionPlan, capacity: tuple[int]) -> TilesInABuffer:
+        work = TilesInABuffer(*capacity)
+        work.buffer.copy_(torch.from_numpy(work.pack(plan.host_tiles)))
+        return work
+
+    kernels.attention, kernels.prepare = attend, prepare
+    kernels.decode_capacities = lambda num_rows, *sizes: [(4 * num_rows,)]
+
+
 def with_graphs(llm: LLM) -> tuple[LLM, DecodeGraphs, RecordedCalls]:
     backend = RecordedCalls()
+    give_fixed_work(llm.engine.runner.kernels)
     llm.engine.runner.capture_graphs(backend, llm.engine.scheduler.table.block_table.shape[1])
     graphs = llm.engine.runner.graphs
     assert graphs is not None
@@ -66,8 +104,8 @@ def spy_on_replays(graphs: DecodeGraphs) -> Counter[tuple[int, int]]:
     seen: Counter[tuple[int, int]] = Counter()
     find = graphs.find
 
-    def checked(batch: Any, tiles: np.ndarray, level_starts: list[int]) -> Any:
-        ready = find(batch, tiles, level_starts)
+    def checked(batch: Any, tiles: np.ndarray) -> Any:
+        ready = find(batch, tiles)
         if ready is not None:
             graph: Graph = ready.graph
             num_rows, replay = len(batch.counts), graph.replay
@@ -205,8 +243,8 @@ def test_work_of_every_capacity_is_replayed_and_what_fits_none_runs_eagerly(
         ([[*shared, 64 + i] for i in range(10)], [515 + i for i in range(10)]),  # a tile of many rows
     ):
         batch = decode_batch(tables, lengths, 16)
-        tiles, levels = replaying.planner.tiles(batch.block_tables, batch.starts, batch.counts)
-        ready = graphs.find(batch, tiles, levels)
+        tiles, _ = replaying.planner.tiles(batch.block_tables, batch.starts, batch.counts)
+        ready = graphs.find(batch, tiles)
         assert ready is not None
         used.append(ready.graph.work.capacity)
         assert run(replaying, batch) == run(eager, batch)

@@ -47,3 +47,13 @@ def test_what_is_no_file_is_refused(name: str, make_llm: MakeLLM, tmp_path: Path
     for path in (tmp_path / "pipe", tmp_path / "folder", "/dev/null"):
         with pytest.raises(ValueError, match=f"{name}=.*is no regular file; name another"):
             make_llm(**{name: path})
+
+
+def test_two_llms_do_not_write_one_trace(make_llm: MakeLLM, tmp_path: Path) -> None:
+    trace = tmp_path / "trace"
+    trace.write_text("something older")
+    with make_llm(trace=trace) as llm:
+        run(llm, [random_ids(9)])
+        with pytest.raises(ValueError, match="another LLM is writing it"):
+            make_llm(trace=trace)
+    assert trace.read_text().startswith('{"format":"nanoapc trace"')

@@ -82,11 +82,10 @@ class CudaBackend:
 
 @dataclass
 class Graph:
-    """A captured decode step: its rows, its plan of static tensors, its attention work (None: made from the plan)."""
+    """A captured decode step, its rows, and its attention work."""
 
     num_rows: int
-    plan: AttentionPlan
-    work: FixedWork | None
+    work: FixedWork
     replay: Callable[[], None]
 
 
@@ -107,7 +106,7 @@ class DecodeGraphs:
     def __init__(
         self,
         forward: Forward,
-        kernels: Any,
+        kernels: FixedWorkKernels,
         backend: Backend,
         model: ModelConfig,
         kv_memory: Tensor,
@@ -133,54 +132,44 @@ class DecodeGraphs:
         self.buckets, self._num_captured = {}, 0
         self.rows[2] = -1
         for num_rows in reversed(self.sizes):
-            capacities: list[Any] = [None]
-            if isinstance(self.kernels, FixedWorkKernels):
-                num_kv_heads = self.kv_cache.shape[2]
-                capacities = self.kernels.decode_capacities(num_rows, num_kv_heads, self.max_len, self.forest)
+            capacities = self.kernels.decode_capacities(num_rows, self.kv_cache.shape[2], self.max_len, self.forest)
             self.buckets[num_rows] = [self._capture(num_rows, capacity) for capacity in reversed(capacities)][::-1]
 
-    def _capture(self, num_rows: int, capacity: tuple[int, ...] | None) -> Graph:
+    def _capture(self, num_rows: int, capacity: tuple[int, ...]) -> Graph:
         host_tiles = np.array([[0, 1, 0, 0, 1, 0]], np.int32)  # one row that sees one position
         tiles = torch.from_numpy(host_tiles).to(self.rows.device)
         plan = AttentionPlan(tiles, self.rows[1, :num_rows], self.block_tables, host_tiles, [0, 1])
-        graph = Graph(num_rows, plan, None, lambda: None)
-        if capacity is not None:
-            graph.work = self.kernels.prepare(self.query[:num_rows], self.kv_cache, plan, capacity)
-            graph.plan = replace(plan, work=graph.work)
+        plan = replace(plan, work=self.kernels.prepare(self.query[:num_rows], self.kv_cache, plan, capacity))
 
         def run() -> None:
-            hidden = self.forward(self.rows[0, :num_rows], self.rows[1, :num_rows], self.rows[2, :num_rows], graph.plan)
+            hidden = self.forward(self.rows[0, :num_rows], self.rows[1, :num_rows], self.rows[2, :num_rows], plan)
             self.hidden[:num_rows].copy_(hidden)
 
-        graph.replay = self.backend.capture(run, new_pool=not self._num_captured)
+        graph = Graph(num_rows, plan.work, self.backend.capture(run, new_pool=not self._num_captured))
         self._num_captured += 1
         return graph
 
-    def find(self, batch: StepBatch, tiles: np.ndarray, level_starts: list[int]) -> ReadyGraph | None:
+    def find(self, batch: StepBatch, tiles: np.ndarray) -> ReadyGraph | None:
         """The graph for a step and what is to be sent for it; None if the step is no decode, or fits no graph."""
         num_rows = len(batch.counts)
         if batch.num_tokens > num_rows:
             return None
         graphs = self.buckets[self.sizes[bisect_left(self.sizes, num_rows)]]
-        if graphs[0].work is None:
-            return ReadyGraph(self, graphs[0], batch, tiles, level_starts, tiles)
         cut = graphs[0].work.cut(tiles)
         for graph in graphs:
-            packed = None if graph.work is None else graph.work.pack(cut)
+            packed = graph.work.pack(cut)
             if packed is not None:
-                return ReadyGraph(self, graph, batch, tiles, level_starts, packed)
+                return ReadyGraph(self, graph, batch, packed)
         return None
 
 
 @dataclass(frozen=True)
 class ReadyGraph:
-    """A graph with a step's inputs, still on the host. work: what goes into the attention work's buffer (or tiles)."""
+    """A graph with a step's inputs, still on the host. work: what goes into the buffer of its attention work."""
 
     owner: DecodeGraphs
     graph: Graph
     batch: StepBatch
-    tiles: np.ndarray
-    level_starts: list[int]
     work: np.ndarray
 
     @property
@@ -198,9 +187,6 @@ class ReadyGraph:
         owner, graph, num_rows = self.owner, self.graph, len(self.batch.counts)
         owner.rows[:, : graph.num_rows].copy_(rows)
         owner.block_tables[:num_rows, : block_tables.shape[1]].copy_(block_tables)
-        if graph.work is not None:
-            graph.work.buffer.copy_(work)
-        else:
-            graph.plan = replace(graph.plan, tiles=work, host_tiles=self.tiles, level_starts=self.level_starts)
+        graph.work.buffer.copy_(work)
         graph.replay()
         return owner.hidden[:num_rows]

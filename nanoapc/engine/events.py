@@ -27,13 +27,14 @@ would read without sharing, "events"}. A decode step of the same sequences as in
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import time
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 
@@ -77,9 +78,10 @@ class Events:
 
     def __init__(self, trace: str | None, header: dict[str, Any]):
         try:
-            self._file = None if trace is None else open(trace, "w", 1, encoding="utf-8")  # noqa: SIM115  # line by line
+            self._file = None if trace is None else _opened(trace)
         except OSError as error:
-            raise ValueError(f"trace={trace!r} cannot be written ({error}); choose another file") from error
+            reason = "another LLM is writing it" if isinstance(error, BlockingIOError) else error
+            raise ValueError(f"trace={trace!r} cannot be written ({reason}); choose another file") from error
         self._log = logger.isEnabledFor(logging.DEBUG)
         self._start = time.perf_counter()
         self._step = 0
@@ -213,6 +215,15 @@ class Events:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+
+def _opened(trace: str) -> TextIO:
+    """The file, emptied and locked, to be written line by line."""
+    file = open(trace, "a", 1, encoding="utf-8")  # noqa: SIM115
+    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    if os.path.isfile(trace):  # and no pipe
+        file.truncate(0)
+    return file
 
 
 def _place(block: Block, pool: BlockPool) -> str:

@@ -24,6 +24,7 @@ from nanoapc.engine.cuda_graphs import Backend, DecodeGraphs
 from nanoapc.engine.sequence import Sequence
 from nanoapc.engine.step_batch import StepBatch
 from nanoapc.engine.transfer import Event, Transfer
+from nanoapc.kernels import FixedWorkKernels
 from nanoapc.layers.sampler import SampledTokens, Sampler, SamplingRows, TokenLogprobs
 from nanoapc.models.decoder import CausalLM
 
@@ -124,6 +125,7 @@ class ModelRunner:
 
     def capture_graphs(self, backend: Backend, max_blocks: int) -> None:
         """From now on decode steps are replayed; max_blocks: width of the widest block table."""
+        assert isinstance(self.kernels, FixedWorkKernels), "attention must be able to replay with other work"
         sizes = (len(self.last_tokens), max_blocks)
         self.graphs = DecodeGraphs(
             self.forward, self.kernels, backend, self.model.config, self.kv_memory, *sizes, self.planner.share
@@ -136,7 +138,7 @@ class ModelRunner:
         if batch.copies:
             self.kernels.copy_blocks(self.kv_memory, batch.copies)
         tiles, level_starts = self.planner.tiles(batch.block_tables, batch.starts, batch.counts, batch.key)
-        graph = None if self.graphs is None else self.graphs.find(batch, tiles, level_starts)
+        graph = None if self.graphs is None else self.graphs.find(batch, tiles)
         # A draw depends on (seed, position of the new token) alone.
         draws = [batch.sample_rows, batch.positions[batch.sample_rows] + 1]
         if graph is not None:
