@@ -19,16 +19,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import chain, combinations, tee
+from itertools import chain, permutations, tee
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from nanoapc.batch_format import RequestLine, RequestReader, encode_line, error_line, result_line
-from nanoapc.batch_journal import Journal
+from nanoapc.batch_format import RequestLine, RequestReader, encode_line, error_line, is_named, result_line
+from nanoapc.batch_journal import Journal, output_files
 from nanoapc.batch_plan import BatchPlan, count_forest
-from nanoapc.config import EngineConfig
+from nanoapc.config import FILES, EngineConfig
 from nanoapc.engine.engine import make_inputs
 from nanoapc.llm import LLM
 from nanoapc.models.checkpoint import resolve_model
@@ -135,8 +135,10 @@ def run_batch(
         raise ValueError("ray_workers needs a model's name instead of an LLM: each worker makes its own")
     if ray_workers is not None and engine_options.get("prefix_cache_file"):
         raise ValueError("prefix_cache_file is for one process; leave it out where ray_workers make an LLM each")
-    paths = [os.fspath(path) for path in (input_path, output_path, *([error_file] if error_file else []))]
-    _check_paths(paths)
+    paths = [os.fspath(path) for path in (input_path, output_path, error_file) if path is not None]
+    options = vars(llm.engine.config) if isinstance(llm, LLM) else engine_options
+    _check_paths(paths, [os.fspath(file) for file in map(options.get, FILES) if isinstance(file, str | os.PathLike)])
+    quiet = quiet or sys.stderr is None
     model = llm.engine.config.model if isinstance(llm, LLM) else os.fspath(llm)
     names = _model_names(model, served_model_names)
     with ExitStack() as stack:
@@ -200,26 +202,39 @@ def _groups(lines: Iterable[Line]) -> Iterator[list[Line]]:
 # -- before anything runs ------------------------------------------------------------------------------------
 
 
-def _check_paths(paths: Sequence[str]) -> None:
-    """Refuses outputs that are the input or each other (links are followed), or whose folder is not there."""
+def _check_paths(paths: Sequence[str], engine_files: Sequence[str]) -> None:
+    """Refuses outputs that are the input, each other or a file of the engine (links are followed), or whose folder is
+    not there. What a run makes beside an output counts as the output."""
+    if "" in paths[1:]:
+        raise ValueError("the name of the output or of the error file is empty; give a file, or - for standard output")
     if paths[1:].count("-") > 1:
         raise ValueError("output and error file are both standard output; give one of them a file")
-    for other, path in combinations([Path(path) for path in paths if path != "-"], 2):
-        linked = path.is_file() and other.is_file() and path.samefile(other)
-        if linked or path.resolve() == other.resolve():
-            raise ValueError(f"{other} and {path} are the same file; input, output and error file must differ")
-    for path in map(Path, paths[1:]):
-        if not path.parent.is_dir():
-            raise ValueError(f"{path}: there is no folder {path.parent}")
+    outputs = [Path(path) for path in paths[1:] if path != "-"]
+    for path, other in permutations([Path(path) for path in (*paths, *engine_files) if path != "-"], 2):
+        if _is_same_file(path, other):
+            remedy = "input, output, error file and the engine's files must differ"
+            raise ValueError(f"{path} and {other} are the same file; {remedy}")
+        if path in outputs and any(_is_same_file(file, other) for file in output_files(path)):
+            raise ValueError(f"{other} is what a run makes beside {path}, its lock or its part; choose another name")
+    for output in outputs:
+        folder = output_files(output)[0].parent
+        if not folder.is_dir():
+            raise ValueError(f"{output}: there is no folder {folder}")
+
+
+def _is_same_file(a: Path, b: Path) -> bool:
+    return os.path.realpath(a) == os.path.realpath(b) or (a.is_file() and b.is_file() and a.samefile(b))
 
 
 def _model_names(model: str, others: Sequence[str]) -> list[str]:
-    return list(dict.fromkeys([model, Path(model).name, *others]))
+    directory = os.path.abspath(model)
+    others = [others] if isinstance(others, str) else others
+    return list(dict.fromkeys([model, directory, os.path.basename(directory), *others]))
 
 
 def _checked_plan(path: str, names: Sequence[str], quiet: bool) -> BatchPlan:
     plan = BatchPlan(path, quiet)
-    if plan.models and plan.models.isdisjoint({None, *names}):
+    if plan.models and not any(model is None or is_named(model, names) for model in plan.models):
         plan.close()
         asked = ", ".join(sorted(map(repr, plan.models))[:5])
         remedy = "to let it answer all the same, add the name with --served-model-name (served_model_names)"
@@ -236,7 +251,8 @@ def _resume(plan: BatchPlan, journals: Sequence[Journal], names: Sequence[str]) 
         if same is None:
             summary.foreign += 1
             continue
-        if result["error"] is None and (model := result["response"]["body"].get("model", names[0])) not in names:
+        model = result["response"]["body"].get("model", names[0])
+        if result["error"] is None and not is_named(model, names):
             remedy = "choose another output, or add the name with --served-model-name (served_model_names)"
             raise ValueError(f"{journals[0].path} holds answers of the model {model!r}, not of {names[0]!r}; {remedy}")
         summary.count(result, resumed=True)
@@ -266,7 +282,7 @@ def _writer(
         journals[-1 if failed else 0].write(line)
 
     put = plan.in_input_order(write) if ordered else lambda number, *result: write(*result)
-    start, wait = time.perf_counter(), 0.5 if sys.stderr.isatty() else 10
+    start, wait = time.perf_counter(), 0.5 if sys.stderr and sys.stderr.isatty() else 10
     with tqdm(total=plan.total, initial=summary.resumed, unit="line", disable=quiet, mininterval=wait) as bar:
 
         def emit(number: int, result: Mapping[str, Any]) -> None:
@@ -333,12 +349,13 @@ class DryRun:
     errors: list[str] = field(default_factory=list)  # the first of them
     prompt_tokens: int = 0  # of the good lines
     unique_tokens: int = 0  # nodes of their prefix forest
-    hit_tokens: int = 0  # what an endless prefix cache would find
+    hit_tokens: int = 0  # what an endless prefix cache would find in whole blocks; parts of blocks come on top
 
     def __str__(self) -> str:
         tokens = f"{self.prompt_tokens} prompt tokens, {self.unique_tokens} of them unique"
         hit_rate = self.hit_tokens / max(self.prompt_tokens, 1)
-        return f"{self.total} lines, {self.failed} with errors; {tokens}; planned hit rate {hit_rate:.1%}"
+        plan = f"planned hit rate {hit_rate:.1%} (whole blocks)"
+        return f"{self.total} lines, {self.failed} with errors; {tokens}; {plan}"
 
 
 def dry_run(
@@ -354,7 +371,7 @@ def dry_run(
     Raises:
         ValueError, OSError: as in `run_batch`.
     """
-    names = _model_names(os.fspath(model), served_model_names)
+    names, quiet = _model_names(os.fspath(model), served_model_names), quiet or sys.stderr is None
     config = EngineConfig.from_arguments(model, **engine_options)
     directory = resolve_model(config.model)
     reader = RequestReader(make_inputs(config, directory, ModelConfig.from_directory(directory)), names, config.seed)
@@ -373,5 +390,6 @@ def dry_run(
 
     with closing(_checked_plan(os.fspath(input_path), names, quiet)) as plan:
         result.total = plan.total
-        result.prompt_tokens, result.unique_tokens, result.hit_tokens = count_forest(prompts(plan))
+        result.prompt_tokens, result.unique_tokens, hits = count_forest(prompts(plan), config.block_size)
+    result.hit_tokens = hits if config.enable_prefix_caching else 0
     return result

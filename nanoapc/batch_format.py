@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -49,21 +51,26 @@ TEMPLATE = {
 """Fields that go to the chat template, and their types."""
 COMMON = SAMPLING | {"model", "max_tokens", "max_completion_tokens", "cache_salt", "logprobs"}
 FIELDS = {CHAT: COMMON | {"messages", "top_logprobs", *TEMPLATE}, COMPLETIONS: COMMON | {"prompt"}}
+ENVELOPE = ("custom_id", "method", "url", "body")
 NO_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("priority", "request_id", "stream_options", "parallel_tool_calls"),
 }
 """Fields that change no result here."""
-UNSUPPORTED: dict[str, Any] = {
-    "stream": False,
-    "echo": False,
-    "best_of": 1,
-    "suffix": "",
-    "response_format": {"type": "text"},
-    "modalities": ["text"],
-    "tool_choice": "auto",
+MAY_STAND_BESIDE_BODY = NO_EFFECT.union(ENVELOPE)
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "stream": (False,),
+    "echo": (False,),
+    "best_of": (1,),
+    "use_beam_search": (False,),
+    "suffix": ("",),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+    "tool_choice": ("auto",),
+    "functions": ([],),
+    "function_call": ("auto", "none"),
 }
-"""Fields that are not supported, and the value with which they change nothing."""
+"""Fields that are not supported, and the values with which they change nothing (see `_asks_nothing`, too)."""
 
 
 class LineError(ValueError):
@@ -116,9 +123,12 @@ def _parse(data: bytes, line: RequestLine) -> None:
         message = f"line {line.number} has custom_id {_short(custom_id)}; it must be a non-empty text"
         raise LineError(message, "custom_id")
     line.custom_id = custom_id
-    asked = [fields.get(name) for name in ("custom_id", "method", "url", "body")]
+    beside = {name: fields[name] for name in fields.keys() - MAY_STAND_BESIDE_BODY if fields[name] is not None}
+    asked = [*(fields.get(name) for name in ENVELOPE), *([beside] if beside else [])]
     line.digest = _digest(json.dumps(asked, sort_keys=True).encode())
     _check_envelope(fields)
+    for name, value in sorted(beside.items()):
+        raise LineError(f"{name}={_short(value)} stands beside body; put it into body, or leave it out", name)
     line.url = fields["url"]
     line.body = {name: value for name, value in fields["body"].items() if value is not None}
 
@@ -127,13 +137,28 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
     if len(data) > MAX_LINE_BYTES:
         raise LineError(f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB")
     try:
-        value = json.loads(data.decode().removeprefix("\ufeff"))
+        value = DECODER.decode(data.decode().removeprefix("\ufeff"))
+    except KeyError as error:
+        name = error.args[0]
+        raise LineError(f"{where} has the key {_short(name)} twice in one object; keep one of them", name) from None
     except ValueError as error:
         kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
-        raise LineError(f"{where} is not {kind}: {error}") from None
+        hint = "; a line must end with LF or CRLF, not with CR alone" if b"\r" in data.strip() else ""
+        raise LineError(f"{where} is not {kind}: {error}{hint}") from None
     if not isinstance(value, dict):
         raise LineError(f"{where} is {_short(value)}; it must be an object")
     return value
+
+
+def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """The object of these pairs; KeyError: of two values of one key Python's json would drop the first."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise KeyError(Counter(name for name, _ in pairs).most_common(1)[0][0])
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_no_key_twice)
 
 
 def _check_envelope(fields: Mapping[str, Any]) -> None:
@@ -185,7 +210,7 @@ class RequestReader:
     def _check(self, line: RequestLine) -> None:
         body = line.body
         _check_fields(body, line.url)
-        if body.get("model", self._model_names[0]) not in self._model_names:
+        if not is_named(body.get("model", self._model_names[0]), self._model_names):
             remedy = f"{self._model_names[0]!r} is loaded; --served-model-name adds names"
             raise LineError(f"model is {_short(body['model'])}, but {remedy}", "model", 404)
         line.params = self._sampling_params(line)
@@ -220,13 +245,24 @@ class RequestReader:
         return self._inputs.render_chat(body.get("messages"), "messages", body.get("chat_template"), options)
 
 
+def is_named(model: Any, names: Sequence[str]) -> bool:
+    """Whether this is one of the loaded model's names, or its directory spelled otherwise."""
+    return model in names or (isinstance(model, str) and os.path.abspath(model) in names)
+
+
 def _check_fields(body: Mapping[str, Any], url: str) -> None:
     for name, value in body.items():
-        neutral = name in UNSUPPORTED and value == UNSUPPORTED[name]
-        if not neutral and name not in FIELDS[url] | NO_EFFECT:
+        if name not in FIELDS[url] | NO_EFFECT and not _asks_nothing(name, value, body):
             raise LineError(f"the field {name}={_short(value)} is not supported; leave it out", name)
     salt = body.get("cache_salt")
     _expect(salt is None or (isinstance(salt, str) and salt != ""), "cache_salt", salt, "a non-empty text")
+
+
+def _asks_nothing(name: str, value: Any, body: Mapping[str, Any]) -> bool:
+    """Whether a field that is not supported has a value with which it changes nothing."""
+    if name == "tool_choice" and value == "none":
+        return not body.get("tools")
+    return value in UNSUPPORTED.get(name, ()) or (name == "best_of" and value == body.get("n"))
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:

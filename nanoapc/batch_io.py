@@ -38,7 +38,7 @@ def open_input(path: str) -> IO[bytes]:
     Raises:
         OSError: it cannot be read. ValueError: it is damaged, packed or encoded otherwise, or needs a library for zstd.
     """
-    file: IO[bytes] = sys.stdin.buffer if path == "-" else open(path, "rb")  # noqa: SIM115
+    file = _standard_input() if path == "-" else _opened(path)
     if path == "-" or not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
         file = _copied(file, shutil.copyfileobj)
     begin = os.pread(file.fileno(), 4, 0)
@@ -54,6 +54,22 @@ def open_input(path: str) -> IO[bytes]:
         if begin.startswith(magic):
             raise ValueError(f"{path} is {what}; unpack it first (gzip and zstd are read as they are)")
     return file
+
+
+def _standard_input() -> IO[bytes]:
+    buffer: IO[bytes] | None = getattr(sys.stdin, "buffer", None)
+    if buffer is None:
+        raise ValueError("standard input is closed; give the name of a file instead of -")
+    return buffer
+
+
+def _opened(path: str) -> IO[bytes]:
+    try:
+        return open(path, "rb")
+    except FileNotFoundError:
+        raise FileNotFoundError(f"there is no file {path!r} to read") from None
+    except OSError as error:
+        raise OSError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _copied(source: IO[bytes], copy: Callable[[IO[bytes], IO[bytes]], None]) -> IO[bytes]:

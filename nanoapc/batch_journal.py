@@ -4,9 +4,9 @@
 
 Results are appended, each as a whole line, and synced to the disk every SYNC_SECONDS. NAME.lock is locked while the
 file is open. A compressed results file (.gz, .zst) is written plain as NAME.partial, and compressed when the batch is
-complete.
+complete. A NAME that is a link stands for what it points to.
 
-Invariant: whole lines are never changed, and a file that does not look like results is never touched.
+Invariant: whole lines are never changed, and a file that does not look like results (or like a lock) is never touched.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import stat
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -38,19 +39,20 @@ class Journal:
     """
 
     def __init__(self, path: str):
-        suffix = Path(path).suffix
-        self._final = Path(path) if suffix in MAGIC else None
-        self.path = Path(f"{path}.partial" if self._final else path)
-        self._is_stream = path == "-" or (self.path.exists() and not stat.S_ISREG(self.path.stat().st_mode))
-        self._is_new = path != "-" and not os.path.lexists(self.path)
+        if path == "-" and sys.stdout is None:
+            raise ValueError("standard output is closed; give the name of a file instead of -")
+        self._is_stream = path == "-" or (os.path.exists(path) and not os.path.isfile(path))
+        self._final, self.path, lock = output_files(path)
+        self._suffix = Path(path).suffix
         self._size = 0
         self._next_sync = 0.0
         with ExitStack() as stack:
             if not self._is_stream:
-                stack.enter_context(_locked(Path(f"{path}.lock")))
-            if self._final is not None and self._final.exists() and not self.path.exists():
-                _rewrite(self._final, self.path, partial(decompress, suffix=suffix, name=path))
-            target: Any = os.dup(sys.stdout.fileno()) if path == "-" else self.path
+                stack.enter_context(_locked(lock))
+            self._is_new = not self._is_stream and not self.path.exists()
+            if self._is_new and self.path != self._final and self._final.exists():
+                _rewrite(self._final, self.path, partial(decompress, suffix=self._suffix, name=path))
+            target: Any = os.dup(sys.stdout.fileno()) if path == "-" else path if self._is_stream else self.path
             self._file = stack.enter_context(open(target, "ab", 0))
             self.sync()
             self._stack = stack.pop_all()
@@ -63,19 +65,21 @@ class Journal:
         with open(self.path, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 result = _parse(line)
-                if result is None and not _is_torn(line, number):
-                    raise ValueError(f"{self.path}, line {number}, is no result of a batch; choose another output")
-                if result is None:
+                if result is None and _is_torn(line, number):
                     break
+                is_blank = not line.strip()  # somebody has removed a result, but not its line
+                if not is_blank and not _is_result(result):
+                    raise ValueError(f"{self.path}, line {number}, is no result of a batch; choose another output")
                 self._size += len(line)
                 ends_whole = line.endswith(b"\n")
-                yield result
+                if not is_blank:
+                    yield result
         self._cut()
         if not ends_whole:
             self.write(b"\n")
 
     def write(self, line: bytes) -> None:
-        """Appends one line (with its newline). OSError: it is not there, not even in part."""
+        """Appends one line (with its newline). OSError: it is not there, not even in part; or see `sync`."""
         rest = memoryview(line)
         try:
             while rest:
@@ -88,8 +92,11 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """From here on, what has been written survives a power failure."""
+        """From here on, what has been written survives a power failure. OSError: it is lost already."""
         if not self._is_stream:
+            if not self._is_in_place():
+                what = "was removed, replaced or cut while the run wrote to it; its results are lost"
+                raise OSError(f"{self.path} {what}")
             os.fsync(self._file.fileno())
             _sync_folder(self.path)
         self._next_sync = time.monotonic() + SYNC_SECONDS
@@ -97,9 +104,17 @@ class Journal:
     def complete(self) -> None:
         """The batch is complete: compresses the file if its name asks for it."""
         self.sync()
-        if self._final is not None:
-            _rewrite(self.path, self._final, partial(compress, suffix=self._final.suffix))
+        if not self._is_stream and self.path != self._final:
+            _rewrite(self.path, self._final, partial(compress, suffix=self._suffix))
             self.path.unlink()
+
+    def _is_in_place(self) -> bool:
+        """Whether the file that is open still has its name and all that was written."""
+        ours = os.fstat(self._file.fileno())
+        try:
+            return os.path.samestat(ours, os.stat(self.path)) and ours.st_size >= self._size
+        except OSError:
+            return False
 
     def _cut(self) -> None:
         """Removes what stands behind the last whole line."""
@@ -111,15 +126,24 @@ class Journal:
 
     def __exit__(self, *exception: object) -> None:
         with self._stack:
-            self.sync()
-            if self._is_new and self._size == 0 and exception[0] is not None:
+            if not self._is_stream:
+                os.fsync(self._file.fileno())
+            if self._is_new and self._size == 0 and exception[0] is not None and self._is_in_place():
                 self.path.unlink()  # a run that could not start leaves nothing behind
+
+
+def output_files(path: str | Path) -> tuple[Path, Path, Path]:
+    """(where the results of this output are in the end, where they are written, their lock); links are followed."""
+    final = os.path.realpath(path)
+    return Path(final), Path(f"{final}.partial" if Path(path).suffix in MAGIC else final), Path(f"{final}.lock")
 
 
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds a lock file, which is locked until the process ends, however it ends."""
     with open(path, "ab") as file:
+        if os.fstat(file.fileno()).st_size:
+            raise ValueError(f"{path} is no lock file, it holds something; rename it, or choose another output")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = os.path.samestat(os.fstat(file.fileno()), os.stat(path))  # else its owner has just removed it
@@ -135,16 +159,17 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _rewrite(source: Path, target: Path, copy: Callable[[IO[bytes], IO[bytes]], None]) -> None:
     """Copies a file to another, which appears when it is whole."""
-    temporary = Path(f"{target}.tmp")
-    try:
-        with open(source, "rb") as old, open(temporary, "wb") as new:
-            copy(old, new)
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix="nanoapc-", suffix=".tmp", delete=False) as new:
+        try:
+            with open(source, "rb") as old:
+                copy(old, new)
             new.flush()
             os.fsync(new.fileno())
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    os.replace(temporary, target)
+            shutil.copymode(source, new.name)
+            os.replace(new.name, target)
+        except BaseException:
+            os.unlink(new.name)
+            raise
     _sync_folder(target)
 
 
@@ -157,13 +182,18 @@ def _sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def _parse(line: bytes) -> dict[str, Any] | None:
+def _parse(line: bytes) -> Any:
     try:
-        result = json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError):
         return None
-    is_result = isinstance(result, dict) and str(result.get("id")).startswith("batch_req_") and "custom_id" in result
-    return result if is_result else None
+
+
+def _is_result(value: Any) -> bool:
+    match value:
+        case {"id": str(name), "custom_id": str() | None, "response": {"body": dict()}, "error": dict() | None}:
+            return name.startswith("batch_req_")
+    return False
 
 
 def _is_torn(line: bytes, number: int) -> bool:

@@ -136,9 +136,12 @@ class BatchPlan:
         self._file.close()
 
 
-def count_forest(prompts: Iterable[Mapping[str, Any]]) -> tuple[int, int, int]:
-    """(prompt tokens, nodes of the prefix tree, prompt tokens that an endless cache finds) of dicts with
-    "prompt_token_ids" [n] and "cache_salt", in constant memory."""
+def count_forest(prompts: Iterable[Mapping[str, Any]], block_size: int) -> tuple[int, int, int]:
+    """(prompt tokens, nodes of the prefix tree, prompt tokens that an endless cache finds in whole blocks) of dicts
+    with "prompt_token_ids" [n] and "cache_salt", in constant memory.
+
+    Parts of blocks are not counted: only blocks that an earlier step filled can be copied, which depends on the steps.
+    """
     database = open_database("CREATE TABLE prompt (salt TEXT, tokens BLOB)")
     rows = ((repr(prompt["cache_salt"]), encode_tokens(prompt["prompt_token_ids"])) for prompt in prompts)
     database.executemany("INSERT INTO prompt VALUES (?, ?)", rows)
@@ -149,7 +152,8 @@ def count_forest(prompts: Iterable[Mapping[str, Any]]) -> tuple[int, int, int]:
         size = min(len(tokens), len(last[1])) if salt == last[0] else 0
         common = int(np.logical_and.accumulate(tokens[:size] == last[1][:size]).sum())
         total, unique = total + len(tokens), unique + len(tokens) - common
-        hits += min(common, len(tokens) - 1)  # of a prompt that is found whole, one token is computed
+        found = min(common, len(tokens) - 1)  # of a prompt that is found whole, one token is computed
+        hits += found // block_size * block_size
         last = salt, tokens
     return total, unique, hits
 

@@ -79,7 +79,7 @@ def _run_batch(args: argparse.Namespace) -> int:
             checked = dry_run(args.input_file, model, quiet=args.quiet, served_model_names=names, **engine)
             unnamed = checked.failed - len(checked.errors)
             for text in (*checked.errors, *[f"... {unnamed} more"] * (unnamed > 0)):
-                print(text, file=sys.stderr)
+                _print_error(text)
             print(checked)
             return int(checked.failed > 0)
         if args.output_file is None:
@@ -112,4 +112,9 @@ def _run_batch(args: argparse.Namespace) -> int:
 
 
 def _say(text: str) -> None:
-    print(f"nanoapc run-batch: {text}", file=sys.stderr)
+    _print_error(f"nanoapc run-batch: {text}")
+
+
+def _print_error(text: str) -> None:
+    if sys.stderr is not None:  # else print would take standard output, where results may go
+        print(text, file=sys.stderr)

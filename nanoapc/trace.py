@@ -36,19 +36,33 @@ def read_trace(path: str | Path) -> Trace:
     Raises:
         ValueError: the file is no trace, or of another version.
     """
-    lines: list[dict[str, Any]] = []
-    with open(path, encoding="utf-8") as file:
+    lines: list[Any] = []
+    with open(path, "rb") as file:
         for number, line in enumerate(file, 1):
             try:
                 lines.append(json.loads(line))
-            except ValueError:
-                if line.endswith("\n"):
+            except (ValueError, RecursionError):
+                if line.endswith(b"\n"):
                     raise ValueError(f"{path}, line {number}, is not JSON; is it a trace?") from None
-            if number == 1 and not (lines and isinstance(lines[0], dict) and FORMAT.items() <= lines[0].items()):
+                break
+            if number == 1 and not _is_header(lines[0]):
                 raise ValueError(f"{path} is no trace that this version reads; make one with LLM(..., trace=...)")
+            if number > 1 and _is_header(lines[-1]):
+                raise ValueError(f"{path}, line {number}, begins another trace; give each a file of its own")
+            if number > 1 and not _is_step(lines[-1]):
+                raise ValueError(f"{path}, line {number}, is no step of a trace; remove it, or trace the run again")
     if not lines:
         raise ValueError(f"{path} is empty; make a trace with LLM(..., trace=...)")
     return Trace(lines[0], lines[1:])
+
+
+def _is_header(line: Any) -> bool:
+    return isinstance(line, dict) and FORMAT.items() <= line.items() and isinstance(line.get("block_size"), int)
+
+
+def _is_step(line: Any) -> bool:
+    events = line.get("events") if isinstance(line, dict) else None
+    return isinstance(events, list) and all(isinstance(event, list) and event for event in events)
 
 
 def make_page(trace: Trace, decode: Callable[[list[int]], str] | None = None) -> str:
@@ -86,10 +100,12 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Makes the page; returns the exit status."""
+    output = Path(args.output or Path(args.trace).with_suffix(".html"))
     try:
         trace = read_trace(args.trace)
+        if output.exists() and output.samefile(args.trace):
+            raise ValueError(f"{output} is the trace itself; give the page another name with -o")
         page = make_page(trace, _decoder(args.tokenizer or trace.header.get("tokenizer")))
-        output = Path(args.output or Path(args.trace).with_suffix(".html"))
         output.write_text(page, encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"nanoapc trace: {error}", file=sys.stderr)

@@ -400,6 +400,51 @@ def test_a_line_whose_parameters_leave_no_token_fails_alone_and_stays_so(tmp_pat
     assert answers(read_results(target)) == answers(results)
 
 
+@pytest.mark.parametrize("name", ["temperature", "model", "messages", "stream", "comment", "custom_ID"])
+def test_a_field_beside_body_is_named_and_counts_as_asked(tmp_path: Path, llm: LLM, name: str) -> None:
+    """Nobody may think that it had an effect; who then leaves it out, asks for something else."""
+    results, summary = run(tmp_path, llm, [{**completion("bad"), name: 0}, completion("good")])
+    error = error_of(by_id(results)["bad"])
+    assert error["param"] == name and f"{name}=0 stands beside body; put it into body" in error["message"]
+    assert (summary.done, summary.failed) == (1, 1)
+    write_lines(tmp_path / "in.jsonl", [completion("bad"), completion("good")])
+    again = run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm, quiet=True)
+    assert (again.changed, again.exit_code) == (1, 1)
+
+
+def test_what_changes_nothing_may_stand_beside_body(tmp_path: Path, llm: LLM) -> None:
+    harmless = {"metadata": {"a": 1}, "user": "me", "request_id": "7", "temperature": None, "anything": None}
+    found = answers(run(tmp_path, llm, [completion("a"), {**completion("b"), **harmless}])[0])
+    assert found["a"] == found["b"] is not None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ('"temperature": 0', '"temperature": 0, "temperature": 1', "temperature"),
+        ('"max_tokens": 4', '"max_tokens": 4, "top_p": 1, "max_tokens": 4', "max_tokens"),
+        ('"method"', '"custom_id": "other", "method"', "custom_id"),
+        ('"role"', '"role": "system", "role"', "role"),
+        ('"max_tokens"', '"metadata": [{"a": {"x": 1, "\\u0078": 2}}], "max_tokens"', "x"),
+    ],
+)
+def test_a_key_that_stands_twice_is_named(tmp_path: Path, llm: LLM, old: str, new: str, key: str) -> None:
+    """Of two values Python's json takes the last one and drops the other."""
+    line = json.dumps(chat("bad")).replace(old, new, 1)
+    results, summary = run(tmp_path, llm, [completion("good"), line.encode()])
+    error = error_of(by_id(results)[None])
+    assert error["param"] == key and f"line 2 has the key '{key}' twice" in error["message"]
+    assert (summary.done, summary.failed) == (1, 1)
+
+
+def test_lines_that_end_with_cr_alone_are_told_so(tmp_path: Path, llm: LLM) -> None:
+    results, _ = run(tmp_path, llm, [b"\r".join(map(encode, GOOD))])
+    assert "a line must end with LF or CRLF, not with CR alone" in error_of(results[0])["message"]
+    results, _ = run(tmp_path, llm, [b"{bad\r", json.dumps(GOOD[0], indent=1).replace("\n", "\r").encode()])
+    assert "CR alone" not in error_of(results[1] if results[0]["custom_id"] else results[0])["message"]
+    assert sum(result["error"] is None for result in results) == 1  # inside a line CR is white space, as JSON says
+
+
 @pytest.mark.parametrize("key", ["method", "url", "body"])
 def test_a_missing_key_is_named(tmp_path: Path, llm: LLM, key: str) -> None:
     line = completion("a")
@@ -422,14 +467,57 @@ def test_fields_that_change_nothing_are_taken(tmp_path: Path, llm: LLM) -> None:
     assert found["a"] == found["b"]
 
 
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"tool_choice": "none"},
+        {"tool_choice": "auto"},
+        {"tools": [], "tool_choice": "none"},
+        {"parallel_tool_calls": False},
+        {"functions": [], "function_call": "none"},
+        {"function_call": "auto"},
+        {"n": 1},
+        {"n": 1, "best_of": 1},
+        {"logit_bias": {}},
+        {"stop": []},
+        {"bad_words": []},
+        {"stop_token_ids": []},
+        {"use_beam_search": False},
+        {"presence_penalty": 0, "frequency_penalty": 0.0},
+        {"logprobs": False, "top_logprobs": 0},
+        {"stream_options": {"include_usage": True}},
+        {"add_generation_prompt": True, "continue_final_message": False, "chat_template_kwargs": {}},
+    ],
+    ids=str,
+)
+def test_what_asks_for_nothing_is_taken(tmp_path: Path, llm: LLM, field: dict[str, Any]) -> None:
+    found = answers(run(tmp_path, llm, [chat("a"), chat("b", **field)])[0])
+    assert found["a"] == found["b"] is not None
+
+
+def test_as_many_candidates_as_answers_are_taken(tmp_path: Path, llm: LLM) -> None:
+    found = by_id(run(tmp_path, llm, [completion("a", n=2, best_of=2), completion("b", n=1, best_of=2)])[0])
+    assert len(body(found["a"])["choices"]) == 2 and error_of(found["b"])["param"] == "best_of"
+
+
+@pytest.mark.parametrize("choice", ["none", "required", {"type": "function", "function": {"name": "f"}}])
+def test_a_choice_among_tools_is_not_ignored(tmp_path: Path, llm: LLM, choice: Any) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    results, _ = run(tmp_path, llm, [chat("a", tools=tools, tool_choice=choice)])
+    assert error_of(results[0])["param"] == "tool_choice"
+
+
 def test_the_model_of_a_line_must_be_the_loaded_one(tmp_path: Path, llm: LLM, model_dir: Path) -> None:
     lines = [completion("a", model=str(model_dir)), completion("b", model=model_dir.name), completion("c", model="gpt"),
              completion("d")]  # fmt: skip
     found = by_id(run(tmp_path, llm, lines)[0])
     assert error_of(found["c"])["param"] == "model" and found["c"]["response"]["status_code"] == 404
     assert [body(found[name])["model"] for name in "abd"] == [str(model_dir), model_dir.name, str(model_dir)]
-    found = by_id(run(tmp_path, llm, lines, served_model_names=["gpt"])[0])
-    assert body(found["c"])["model"] == "gpt"
+    for names in (["gpt"], ("other", "gpt"), "gpt"):
+        found = by_id(run(tmp_path, llm, lines, served_model_names=names)[0])
+        assert body(found["c"])["model"] == "gpt"
+    found = by_id(run(tmp_path, llm, [completion("a"), completion("g", model="g")], served_model_names="gpt")[0])
+    assert error_of(found["g"])["param"] == "model"
 
 
 def test_a_file_for_another_model_is_refused_as_a_whole(tmp_path: Path, llm: LLM) -> None:
@@ -481,7 +569,7 @@ def mutate(line: dict[str, Any], rng: random.Random) -> bytes:
     line = json.loads(json.dumps(line))
     kind = rng.randrange(5)
     if kind < 3:
-        target = rng.choice([line, line["body"], line["body"]]) if isinstance(line.get("body"), dict) else line
+        target = rng.choice([line, *[line["body"]] * 5]) if isinstance(line.get("body"), dict) else line
         key = rng.choice([key for key in target if key != "custom_id"] + ["logprobs", *sorted(SAMPLING)])
         if rng.random() < 0.15:
             target.pop(key, None)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
 import random
 import resource
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -107,6 +109,52 @@ def test_a_file_that_holds_no_results_is_left_alone(tmp_path: Path, source: Path
     assert target.read_bytes() == content
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"response": None},
+        {"response": []},
+        {"response": {"body": "text"}},
+        {"response": {"status_code": 200}},
+        {"error": "broken"},
+        {"error": ...},
+        {"custom_id": ["c0"]},
+        {"custom_id": ...},
+        {"id": "chatcmpl-1"},
+        {"id": None},
+    ],
+    ids=str,
+)
+def test_a_result_of_another_shape_is_refused_by_its_line(
+    tmp_path: Path, source: Path, llm: LLM, change: dict[str, Any]
+) -> None:
+    """... of a tool that also writes "batch_req_", say, whether the last line has its newline or not."""
+    target = tmp_path / "out.jsonl"
+    run_batch(source, target, llm, quiet=True)
+    lines = target.read_bytes().splitlines(True)
+    other = {name: value for name, value in {**json.loads(lines[1]), **change}.items() if value is not ...}
+    for end in (b"", b"\n", b"\n" + lines[2]):
+        content = lines[0] + encode(other) + end
+        target.write_bytes(content)
+        with pytest.raises(ValueError, match="line 2, is no result of a batch; choose another output"):
+            run_batch(source, target, llm)
+        assert target.read_bytes() == content
+
+
+@pytest.mark.parametrize("blank", [b"\n", b"\r\n", b"  \n\n", b" \t"])
+def test_blank_lines_in_the_output_do_not_matter(tmp_path: Path, source: Path, llm: LLM, blank: bytes) -> None:
+    """Who removes a result, to have it answered anew, may leave them."""
+    target = tmp_path / "out.jsonl"
+    run_batch(source, target, llm, quiet=True)
+    expected, lines = answers(read_results(target)), target.read_bytes().splitlines(True)
+    for content in ([blank + b"\n", *lines[1:]], [lines[0], blank + b"\n", *lines[2:]], [*lines[1:], blank]):
+        target.write_bytes(b"".join(content))
+        summary = run_batch(source, target, llm, quiet=True)
+        assert (summary.resumed, summary.done, summary.failed) == (10, 9, 2)
+        results = [json.loads(line) for line in target.read_bytes().split(b"\n") if line.strip()]
+        assert answers(results) == expected
+
+
 # -- what is finished ----------------------------------------------------------------------------------------
 
 
@@ -171,6 +219,24 @@ def test_answers_of_another_model_are_not_mixed_in(tmp_path: Path, source: Path,
     )
 
 
+def test_a_directory_spelled_otherwise_is_the_same_model(
+    tmp_path: Path, llm: LLM, model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(model_dir.parent)
+    name, whole = model_dir.name, str(model_dir)
+    spellings = [whole, f"{whole}/", f"{model_dir.parent}//./{name}", f"../{model_dir.parent.name}/{name}", f"{name}/"]
+    lines, target = [completion("a"), completion("b")], tmp_path / "out.jsonl"
+    for first, second in itertools.permutations(spellings, 2):
+        source = write_lines(tmp_path / "in.jsonl", lines[:1])
+        target.unlink(missing_ok=True)
+        run_batch(source, target, first, quiet=True, **DEFAULTS)
+        write_lines(source, [lines[0], completion("b", model=first)])
+        summary = run_batch(source, target, second, quiet=True, **DEFAULTS)
+        assert (summary.resumed, summary.done) == (1, 2), (first, second)
+    write_lines(source, [completion("b", model=first)])
+    assert run_batch(source, tmp_path / "only.jsonl", second, quiet=True, **DEFAULTS).done == 1
+
+
 def test_ordered_does_not_continue_what_is_in_another_order(tmp_path: Path, source: Path, llm: LLM) -> None:
     target = tmp_path / "out.jsonl"
     run_batch(source, target, llm, quiet=True, ordered=True)
@@ -210,6 +276,86 @@ def test_an_output_that_cannot_be_is_refused(tmp_path: Path, source: Path, llm: 
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl"}
 
 
+@pytest.mark.parametrize(
+    ("output", "taken"),
+    [
+        ("x.jsonl", "x.jsonl.lock"),
+        ("x.jsonl.gz", "x.jsonl.gz.lock"),
+        ("x.jsonl.gz", "x.jsonl.gz.partial"),
+        ("./x.jsonl", "x.jsonl.lock"),
+        ("link", "folder/x.jsonl.lock"),
+        ("link.gz", "folder/x.jsonl.gz.partial"),
+    ],
+)
+@pytest.mark.parametrize("role", ["input_path", "output_path", "error_file", "trace", "prefix_cache_file"])
+def test_what_a_run_makes_beside_an_output_is_no_file_that_it_was_given(
+    tmp_path: Path, llm: LLM, model_dir: Path, output: str, taken: str, role: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("link").symlink_to("folder/x.jsonl")
+    Path("link.gz").symlink_to("folder/x.jsonl.gz")
+    write_lines(Path("in.jsonl"), LINES)
+    write_lines(Path(taken), LINES)
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    files = {"input_path": "in.jsonl", "output_path": output, role: taken}
+    if role == "output_path":
+        files["error_file"] = output
+    with pytest.raises(ValueError, match="is what a run makes beside"):
+        run_batch(files.pop("input_path"), files.pop("output_path"), str(model_dir), **files)
+    assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("option", ["trace", "metrics_file", "prefix_cache_file"])
+def test_a_file_of_the_engine_is_no_file_of_the_batch(
+    tmp_path: Path, source: Path, model_dir: Path, option: str
+) -> None:
+    before = source.read_bytes()
+    for name in ("in.jsonl", "out.jsonl"):
+        with pytest.raises(ValueError, match="same file"):
+            run_batch(source, tmp_path / "out.jsonl", model_dir, **{option: tmp_path / name})
+    with LLM(model_dir, **DEFAULTS, **{option: str(tmp_path / "own")}) as llm, pytest.raises(ValueError, match="same"):
+        run_batch(source, tmp_path / "own", llm)
+    assert source.read_bytes() == before and not (tmp_path / "out.jsonl").exists()
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_a_file_that_only_has_the_name_of_a_lock_is_left_alone(
+    tmp_path: Path, source: Path, llm: LLM, suffix: str
+) -> None:
+    target, lock = tmp_path / f"out.jsonl{suffix}", tmp_path / f"out.jsonl{suffix}.lock"
+    lock.write_text("my notes")
+    with pytest.raises(ValueError, match=r"out.jsonl.*lock is no lock file, it holds something"):
+        run_batch(source, target, llm)
+    assert lock.read_text() == "my notes" and not target.exists()
+    lock.write_text("")  # as a process that was killed leaves it
+    assert run_batch(source, target, llm, quiet=True).done == 9
+    assert not lock.exists()
+
+
+def test_packing_leaves_every_other_file_alone(tmp_path: Path, source: Path, llm: LLM) -> None:
+    (tmp_path / "out.jsonl.gz.tmp").write_text("my notes")
+    for _ in range(2):  # packs, then unpacks
+        assert run_batch(source, tmp_path / "out.jsonl.gz", llm, quiet=True).done == 9
+    assert (tmp_path / "out.jsonl.gz.tmp").read_text() == "my notes"
+    assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl.gz", "out.jsonl.gz.tmp"}
+    assert (tmp_path / "out.jsonl.gz").stat().st_mode == source.stat().st_mode
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+def test_an_output_that_is_a_link_is_written_where_it_points(
+    tmp_path: Path, source: Path, llm: LLM, suffix: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    link, target = tmp_path / f"link.jsonl{suffix}", tmp_path / "folder" / f"out.jsonl{suffix}"
+    link.symlink_to(target)
+    for num_before in (0, 11):  # at first it points to nothing
+        assert run_batch(source, link, llm, quiet=True).resumed == num_before
+        assert link.is_symlink() and [path.name for path in target.parent.iterdir()] == [target.name]
+    with Journal(str(target)), pytest.raises(ValueError, match="being written by another run"):
+        run_batch(source, link, llm)
+
+
 def test_two_runs_never_share_an_output(tmp_path: Path, source: Path, llm: LLM) -> None:
     target = tmp_path / "out.jsonl"
     with Journal(str(target)):
@@ -243,6 +389,36 @@ def test_a_full_disk_stops_the_run_with_whole_lines(
     assert 0 < len(read_results(target)) < len(LINES)
     run_batch(source, target, llm, quiet=True)
     assert results_by_digest(target) == expected
+
+
+@pytest.mark.parametrize("suffix", ["", ".gz"])
+@pytest.mark.parametrize("seconds", [0.0, 3600.0])
+@pytest.mark.parametrize("loss", ["removed", "replaced", "cut", "folder"])
+def test_a_file_that_gets_lost_stops_the_run(
+    tmp_path: Path, source: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch, loss: str, seconds: float, suffix: str
+) -> None:
+    folder, calls, write = tmp_path / "folder", iter(range(100)), Journal.write
+    folder.mkdir()
+
+    def lose(journal: Journal, line: bytes) -> None:
+        if next(calls) == 3 and loss == "folder":
+            shutil.rmtree(folder)
+        elif loss == "cut" and journal.path.exists():
+            os.truncate(journal.path, 0)
+        elif loss in ("removed", "replaced") and journal.path.exists():
+            journal.path.unlink()
+        if loss == "replaced":
+            journal.path.write_text("another")
+        write(journal, line)
+
+    monkeypatch.setattr("nanoapc.batch_journal.SYNC_SECONDS", seconds)
+    with monkeypatch.context() as patch, pytest.raises(BatchStopped, match="was removed, replaced or cut while"):
+        patch.setattr(Journal, "write", lose)
+        run_batch(source, folder / f"out.jsonl{suffix}", llm, quiet=True)
+    names = {path.name for path in folder.iterdir()} if folder.exists() else set()
+    assert names <= {"out.jsonl" + ".gz.partial" * bool(suffix)}
+    if loss == "replaced":
+        assert (folder / names.pop()).read_text() == "another"
 
 
 def test_a_failed_step_stops_the_run_and_the_next_goes_on(

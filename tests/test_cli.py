@@ -72,6 +72,51 @@ def test_exit_codes(
         assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]  # nothing is left behind
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["-i", "{tmp}/none.jsonl", "-o", "{tmp}/out"], "error: there is no file '{tmp}/none.jsonl'"),
+        (["-i", "{tmp}/none.jsonl", "--dry-run"], "error: there is no file '{tmp}/none.jsonl'"),
+        (["-i", "", "-o", "{tmp}/out"], "error: there is no file ''"),
+        (["-i", "{tmp}", "-o", "{tmp}/out"], "error: {tmp} cannot be read: Is a directory"),
+        (["-o", ""], "error: the name of the output or of the error file is empty"),
+        (["-o", "{tmp}/out", "--error-file", ""], "error: the name of the output or of the error file is empty"),
+    ],
+)
+def test_a_file_that_cannot_be_is_named(
+    tmp_path: Path, model_dir: Path, source: Path, capfd: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    arguments = [argument.replace("{tmp}", str(tmp_path)) for argument in arguments]
+    assert main("-i", source, "--model", model_dir, *arguments) == 2
+    err = capfd.readouterr().err
+    assert message.replace("{tmp}", str(tmp_path)) in err and "Errno" not in err
+    assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
+
+
+@pytest.mark.parametrize("stream", ["stdin", "stdout", "stderr"])
+@pytest.mark.parametrize("command", [["-i", "-", "-o", "{tmp}/out"], ["-o", "-"], ["-o", "{tmp}/out"], ["--dry-run"]])
+def test_a_closed_stream_is_an_error_only_where_it_is_needed(
+    tmp_path: Path,
+    model_dir: Path,
+    source: Path,
+    stream: str,
+    command: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    with open(source) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        monkeypatch.setattr(sys, stream, None)
+        command = [argument.replace("{tmp}", str(tmp_path)) for argument in command]
+        code = main("-i", source, "--model", model_dir, *ENGINE, *command)
+    out, err = capfd.readouterr()
+    is_needed = "-" in command and stream == ("stdin" if "-i" in command else "stdout")
+    assert code == (2 if is_needed else 1)
+    assert not is_needed or "is closed; give the name of a file instead of -" in err
+    for line in out.splitlines() if command == ["-o", "-"] else []:
+        assert json.loads(line)["custom_id"]  # messages have not gone where results go
+
+
 def test_all_lines_answered_is_zero_and_an_empty_file_says_so(
     tmp_path: Path, model_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

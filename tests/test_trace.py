@@ -240,13 +240,55 @@ def test_a_closed_llm_has_closed_its_trace(make_llm: MakeLLM, tmp_path: Path) ->
         ('{"format": "nanoapc trace", "version": 99}\n', "is no trace that this version reads"),
         ("hello\n", "line 1, is not JSON"),
         ("[1]\n", "is no trace"),
+        ('{"format": "nanoapc trace", "version": 1}\n', "is no trace that this version reads"),
+        ("\udcff\udcfe\n", "line 1, is not JSON"),
+        ("[" * 100_000 + "\n", "line 1, is not JSON"),
     ],
 )
 def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    path.write_text(text)
+    path.write_bytes(text.encode(errors="surrogateescape"))
     with pytest.raises(ValueError, match=message):
         read_trace(path)
+
+
+@pytest.mark.parametrize("line", ["{}", "[]", "null", "7", '"text"', '{"events": 3}', '{"events": [[], 5]}'])
+def test_a_line_that_is_no_step_is_named(make_llm: MakeLLM, tmp_path: Path, line: str) -> None:
+    path = tmp_path / "run.jsonl"
+    run(make_llm(trace=path), [random_ids(9)])
+    lines = path.read_text().splitlines()
+    for place in (2, len(lines)):
+        path.write_text("\n".join([*lines[:place], line, *lines[place:]]) + "\n")
+        with pytest.raises(ValueError, match=f"run.jsonl, line {place + 1}, is no step of a trace"):
+            read_trace(path)
+
+
+def test_two_traces_in_one_file_are_told_apart(make_llm: MakeLLM, tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    run(make_llm(trace=path), [random_ids(9)])
+    text = path.read_text()
+    path.write_text(text * 2)
+    with pytest.raises(ValueError, match=rf"line {text.count(chr(10)) + 1}, begins another trace"):
+        read_trace(path)
+
+
+@pytest.mark.parametrize("kind", ["same", "dots", "symlink", "hard link", "default"])
+def test_a_page_never_takes_the_place_of_its_trace(
+    make_llm: MakeLLM, tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from nanoapc.cli import main
+
+    path, link = tmp_path / "run.html", tmp_path / "link.html"
+    run(make_llm(trace=path), [random_ids(9)])
+    before = path.read_bytes()
+    if kind == "symlink":
+        link.symlink_to(path)
+    if kind == "hard link":
+        link.hardlink_to(path)
+    output = {"same": path, "dots": tmp_path / ".." / tmp_path.name / "run.html"}.get(kind, link)
+    assert main(["trace", str(path), *([] if kind == "default" else ["-o", str(output)])]) == 2
+    assert "is the trace itself; give the page another name" in capsys.readouterr().err
+    assert path.read_bytes() == before
 
 
 def test_a_line_that_was_cut_off_is_left_out(make_llm: MakeLLM, tmp_path: Path) -> None:
