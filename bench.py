@@ -147,10 +147,10 @@ class NanoApc:
     def run(self, workload: Workload) -> dict[str, float]:
         """One run from an empty cache."""
         self.llm.reset_prefix_cache()
-        before = self.llm.prefix_cache_stats()
+        before = self.llm.metrics()
         result = play(workload, self.generate)
-        after = self.llm.prefix_cache_stats()
-        result["cached_tokens"] = after["hit_tokens"] - before["hit_tokens"]
+        after = self.llm.metrics()
+        result["cached_tokens"] = after.hit_tokens - before.hit_tokens
         return result
 
 

@@ -44,8 +44,8 @@ def main() -> None:
             print(f"{name}:\n{output.outputs[0].text.strip()}\n")
         answer = llm.chat([{"role": "user", "content": "What news, my lord?"}], params, use_tqdm=False)
         print(f"user: What news, my lord?\nassistant: {answer[0].outputs[0].text.strip()}\n")
-        stats = llm.prefix_cache_stats()
-        print(f"prefix cache: {stats['hit_tokens']} of {stats['queried_tokens']} prompt tokens found")
+        stats = llm.metrics()
+        print(f"prefix cache: {stats.hit_tokens} of {stats.queried_tokens} prompt tokens found")
 
 
 if __name__ == "__main__":

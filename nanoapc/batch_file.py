@@ -374,7 +374,8 @@ def dry_run(
     names, quiet = _model_names(os.fspath(model), served_model_names), quiet or sys.stderr is None
     config = EngineConfig.from_arguments(model, **engine_options)
     directory = resolve_model(config.model)
-    reader = RequestReader(make_inputs(config, directory, ModelConfig.from_directory(directory)), names, config.seed)
+    inputs = make_inputs(config, directory, ModelConfig.from_directory(directory, config.dtype))
+    reader = RequestReader(inputs, names, config.seed)
     result = DryRun()
 
     def prompts(plan: BatchPlan) -> Iterator[Mapping[str, Any]]:

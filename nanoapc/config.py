@@ -1,8 +1,8 @@
 """EngineConfig: every knob of the engine, its default and its check.
 
 Invariant: an EngineConfig that exists is valid in itself; what depends on the model (lengths, memory) is settled by
-`LLM` when the model is known. Unknown names are an error that suggests the nearest known one. An argument of vLLM that
-changes nothing here passes; for another the error says what to do instead.
+`LLM` when the model is known. Unknown names are an error that suggests the nearest known one; what vLLM knows and this
+engine does not is in vllm_arguments.py.
 """
 
 from __future__ import annotations
@@ -13,41 +13,17 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+from nanoapc.vllm_arguments import changes_nothing
+
 HASH_ALGORITHMS = ("xxhash", "xxhash_cbor", "sha256", "sha256_cbor")
 SCHEDULE_POLICIES = ("prefix", "fcfs")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}
 LOAD_FORMATS = ("auto", "dummy")
+ALIASES = {"dtype": DTYPE_ALIASES, "load_format": {"safetensors": "auto"}}
+MAX_NUM_SEQS = 2**16
+"""Each has a row in the table of what runs, as long as the longest sequence, and they share a step's token budget."""
 FILES = ("prefix_cache_file", "metrics_file", "trace")
-
-NO_EFFECT = {
-    *("disable_custom_all_reduce", "disable_log_stats", "enable_chunked_prefill", "max_logprobs", "max_lora_rank"),
-    *("max_seq_len_to_capture", "swap_space"),
-}
-"""Arguments of vLLM that change no result here."""
-ONE_DEVICE = "an LLM runs on one device; docs/batch_files.md says how to use several"
-SNAPSHOT = "pass the directory that huggingface_hub.snapshot_download(name, revision=...) returns"
-UNSUPPORTED: dict[str, tuple[Any, str]] = {
-    "tensor_parallel_size": (1, ONE_DEVICE),
-    "pipeline_parallel_size": (1, ONE_DEVICE),
-    "data_parallel_size": (1, ONE_DEVICE),
-    "distributed_executor_backend": (None, ONE_DEVICE),
-    "quantization": (None, "pass an unquantised checkpoint"),
-    "kv_cache_dtype": ("auto", "the KV cache has the dtype of the weights"),
-    "cpu_offload_gb": (0, "the weights must fit the device"),
-    "enable_lora": (False, "merge the adapter into the weights"),
-    "enable_sleep_mode": (False, "close() gives the memory back, load_weights() replaces the weights"),
-    "speculative_config": (None, "leave it out, the outputs are the same"),
-    "revision": (None, SNAPSHOT),
-    "tokenizer_revision": (None, SNAPSHOT),
-    "tokenizer_mode": ("auto", "the tokenizer is the one that transformers loads"),
-    "hf_overrides": (None, "change config.json in a copy of the model's directory"),
-    "generation_config": ("auto", "SamplingParams() has the neutral values"),
-    "logprobs_mode": ("raw_logprobs", "log-probs are those of the raw logits"),
-    "model_impl": ("auto", "each architecture has one implementation"),
-    "task": ("generate", "a model generates text and does nothing else"),
-}
-"""Arguments of vLLM that are not supported: the value with which they change nothing (None, too), and what to do."""
 
 
 @dataclass(frozen=True)
@@ -118,18 +94,15 @@ class EngineConfig:
         """
         known = {field.name for field in dataclasses.fields(cls)}
         for name, value in arguments.items():
-            if name in UNSUPPORTED:
-                neutral, remedy = UNSUPPORTED[name]
-                if value is not None and value != neutral:
-                    raise ValueError(f"{name}={value!r} is not supported (only {neutral!r} is); {remedy}")
-            elif name not in known | NO_EFFECT:
+            if name not in known and not changes_nothing(name, value):
                 near = difflib.get_close_matches(name, sorted(known), n=1)
                 hint = f"did you mean {near[0]!r}?" if near else f"known arguments: {', '.join(sorted(known))}"
                 raise ValueError(f"LLM got an unknown argument {name!r}; {hint}")
         arguments = {name: value for name, value in arguments.items() if name in known and value is not None}
-        if "dtype" in arguments:
-            dtype = str(arguments["dtype"]).removeprefix("torch.")
-            arguments["dtype"] = DTYPE_ALIASES.get(dtype, dtype)
+        for name, spellings in ALIASES.items():
+            if name in arguments:
+                word = str(arguments[name]).removeprefix("torch.")
+                arguments[name] = spellings.get(word, word)
         for name in FILES:
             if isinstance(arguments.get(name), os.PathLike):
                 arguments[name] = os.fspath(arguments[name])
@@ -142,6 +115,11 @@ class EngineConfig:
         self._check_choice("load_format", LOAD_FORMATS)
         for name in ("max_num_seqs", "block_size"):
             self._check_int(name, optional=False)
+        if self.max_num_seqs > MAX_NUM_SEQS:
+            raise ValueError(
+                f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {self.max_num_seqs}; "
+                "lower it: any number of requests may wait for their turn"
+            )
         for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory"):
             self._check_int(name, optional=True)
         self._check_int("seed", optional=False, least=-(2**63), most=2**64 - 1)
@@ -149,10 +127,7 @@ class EngineConfig:
             value, optional = getattr(self, field.name), field.type == "bool | None"
             if (field.type == "bool" or optional) and not (isinstance(value, bool) or (optional and value is None)):
                 raise ValueError(f"{field.name} must be True or False{' or None' * optional}, not {value!r}")
-        for name in FILES:
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ValueError(f"{name} must be the name of a file or None, not {value!r}")
+        self._check_files()
         if self.prefix_cache_file is not None and not self.enable_prefix_caching:
             raise ValueError(
                 f"prefix_cache_file={self.prefix_cache_file!r} needs the cache; leave out enable_prefix_caching=False"
@@ -162,6 +137,17 @@ class EngineConfig:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {utilization!r}")
         if not self.model:
             raise ValueError("model is empty; give a model directory or a hub name such as 'Qwen/Qwen3-0.6B'")
+
+    def _check_files(self) -> None:
+        users: dict[str, str] = {}
+        for name in FILES:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if not isinstance(value, str) or not value:
+                raise ValueError(f"{name} must be the name of a file or None, not {value!r}")
+            if (other := users.setdefault(os.path.realpath(value), name)) != name:
+                raise ValueError(f"{name} and {other} are the same file {value!r}; give each its own")
 
     def _check_choice(self, name: str, choices: tuple[str, ...]) -> None:
         value = getattr(self, name)

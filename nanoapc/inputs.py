@@ -10,8 +10,10 @@ error is a ValueError that names the index, the value and the remedy. The caller
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain, islice, repeat, zip_longest
 from typing import Any, TypeAlias, TypedDict
 
@@ -39,8 +41,6 @@ class TokensPrompt(_PromptOptions):
 
 PromptType: TypeAlias = "str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]"
 KNOWN_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
-BYTES = bytes | bytearray
-"""Sequences of numbers, which are no token ids: most likely a text that was not decoded."""
 TOKENIZER_GROUP = 1024
 """Prompts that are tokenised in one call: batches are fast, bounded ones show progress."""
 
@@ -55,13 +55,24 @@ class Prompt:
 
 
 def _is_one(prompts: Any) -> bool:
-    """Whether it is one text or dict (or something that is no prompt, which is refused where all are checked)."""
-    return isinstance(prompts, str | Mapping | BYTES) or not isinstance(prompts, Iterable)
+    """Whether it is one text or dict (or something that is no prompt, which is refused where all are checked).
+
+    ValueError for a table (a DataFrame, say): it would be read as the names of its columns.
+    """
+    if hasattr(prompts, "columns") and not isinstance(prompts, Mapping | Sequence):
+        kind = type(prompts).__name__
+        raise ValueError(f"prompts is a {kind}, a table; pass one of its columns as a list: df['prompt'].tolist()")
+    return isinstance(prompts, str | Mapping) or _is_bytes(prompts) or not isinstance(prompts, Iterable)
+
+
+def _is_bytes(value: Any) -> bool:
+    """Whether it is a sequence of bytes, whose numbers are no token ids: most likely a text that was not decoded."""
+    return isinstance(value, bytes | bytearray) or (isinstance(value, memoryview | array) and value.itemsize == 1)
 
 
 def _unwrapped(prompts: Any) -> Any:
     """An array or a series as a list, anything else as it is."""
-    return prompts.tolist() if hasattr(prompts, "tolist") else prompts
+    return prompts.tolist() if hasattr(prompts, "tolist") and not _is_bytes(prompts) else prompts
 
 
 def as_prompt_list(prompts: PromptType | Iterable[PromptType]) -> list[PromptType]:
@@ -146,10 +157,16 @@ class InputProcessor:
         self.vocab_size = vocab_size
         self.max_model_len = max_model_len
 
-    @property
+    @cached_property
     def num_valid_ids(self) -> int:
-        """Token ids below it can be emitted: those of the vocabulary that the tokenizer knows."""
-        return self.vocab_size if self.tokenizer is None else min(len(self.tokenizer), self.vocab_size)
+        """Token ids below it can be emitted: those of the vocabulary up to the greatest that the tokenizer knows.
+
+        Not its length: its ids may have gaps. (An id in a gap can be emitted, as in transformers, and has no text.)
+        Tokens that are added to the tokenizer once the engine is there are for prompts only.
+        """
+        if self.tokenizer is None:
+            return self.vocab_size
+        return min(max(self.tokenizer.get_vocab().values()) + 1, self.vocab_size)
 
     def prompts(
         self, raw: Sequence[PromptType], first_index: int = 0, progress: Callable[[int], object] = lambda n: None
@@ -292,4 +309,4 @@ def _parse(prompt: PromptType, name: str) -> tuple[Any, str | None, bytes]:
 def _is_list(value: Any) -> bool:
     """Whether it may be a list of token ids: a sequence that is no text, or a vector of numpy or torch."""
     value = _unwrapped(value)
-    return isinstance(value, Sequence) and not isinstance(value, str | BYTES)
+    return isinstance(value, Sequence) and not isinstance(value, str) and not _is_bytes(value)

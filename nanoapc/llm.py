@@ -351,12 +351,6 @@ class LLM:
             self._check_open()
             return self.engine.save_prefix_cache()
 
-    def prefix_cache_stats(self) -> dict[str, float]:
-        """The numbers of `metrics` as a plain dict, with "hit_rate"."""
-        metrics = self.metrics()
-        numbers = {name: value for name, value in vars(metrics).items() if isinstance(value, int | float)}
-        return {**numbers, "hit_rate": metrics.hit_rate}
-
     def metrics(self) -> Metrics:
         """This moment's numbers: hits, evictions, savings, step times (see `engine/metrics.py`)."""
         with self._lock:

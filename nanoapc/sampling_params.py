@@ -216,7 +216,7 @@ def _token_ids(name: str, value: Any) -> tuple[int, ...]:
 def _items(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
     if value is None:
         return ()
-    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+    if isinstance(value, (str, bytes, bytearray, memoryview, Mapping)) or not isinstance(value, Iterable):
         raise _error(name, value, allowed)
     return tuple(value)
 

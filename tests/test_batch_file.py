@@ -143,7 +143,7 @@ def test_lines_run_in_the_order_of_their_prefixes_whatever_their_place(tmp_path:
     lines = grouped(num_groups=16, num_lines=40)
     with LLM(model_dir, **{**DEFAULTS, "num_kv_blocks": 64, "max_num_seqs": 2}) as llm:
         _, summary = run(tmp_path, llm, lines)
-        assert llm.prefix_cache_stats()["evictions"] > 0  # it did not all fit
+        assert llm.metrics().evictions > 0  # it did not all fit
     assert summary.cached_tokens >= 0.9 * summary.prompt_tokens
     with closing(BatchPlan(str(tmp_path / "in.jsonl"))) as plan:
         groups = [json.loads(data)["body"]["prompt"][0] for _, data in plan.lines()]

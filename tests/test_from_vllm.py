@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from llm_helpers import greedy, run, token_ids
 from tiny_models import make_tiny_model, random_ids
 
 from nanoapc import EngineConfig, SamplingParams, TextPrompt, TokensPrompt
+from nanoapc.vllm_arguments import NO_EFFECT, UNSUPPORTED
 
 HARNESS: dict[str, Any] = {
     "revision": None,
@@ -27,10 +30,78 @@ HARNESS: dict[str, Any] = {
 """What evaluation harnesses always pass."""
 
 
+DEFAULTS: dict[str, Any] = {
+    "runner": "auto",
+    "convert": "none",
+    "task": "generate",
+    "config_format": "auto",
+    "hf_overrides": {},
+    "limit_mm_per_prompt": {},
+    "allowed_local_media_path": "",
+    "override_generation_config": {},
+    "rope_scaling": {},
+    "logits_processors": [],
+    "hf_token": None,
+    "download_dir": None,
+    "calculate_kv_scales": False,
+    "compilation_config": None,
+    "num_gpu_blocks_override": None,
+    "kv_cache_memory_bytes": None,
+    "scheduling_policy": "fcfs",
+    "data_parallel_size": 1,
+    "worker_cls": "auto",
+}
+"""Each kind of value that asks for nothing."""
+HOW_VLLM_RUNS: dict[str, Any] = {
+    "served_model_name": "x",
+    "compilation_config": 3,
+    "attention_backend": "FLASH_ATTN",
+    "use_v2_block_manager": True,
+    "num_scheduler_steps": 8,
+    "disable_async_output_proc": True,
+    "max_num_partial_prefills": 2,
+    "mm_processor_kwargs": {"a": 1},
+    "disable_sliding_window": True,
+}
+
+
 class TestArguments:
-    def test_those_that_change_nothing_pass(self) -> None:
-        config = EngineConfig.from_arguments("m", **HARNESS, disable_log_stats=False, cpu_offload_gb=0.0, seed=None)
+    @pytest.mark.parametrize("arguments", [HARNESS, DEFAULTS, HOW_VLLM_RUNS, dict.fromkeys({**HARNESS, **DEFAULTS})])
+    def test_those_that_change_nothing_pass(self, arguments: dict[str, Any]) -> None:
+        config = EngineConfig.from_arguments("m", **arguments, disable_log_stats=False, cpu_offload_gb=0.0, seed=None)
         assert config == EngineConfig("m")
+
+    @pytest.mark.parametrize(
+        ("name", "value", "remedy"),
+        [
+            ("tensor_parallel_size", 2, "an LLM runs on one device"),
+            ("num_gpu_blocks_override", 512, "num_kv_blocks=... says the same"),
+            ("kv_cache_memory_bytes", 2**30, "kv_cache_memory=... says the same"),
+            ("scheduling_policy", "priority", "schedule_policy is 'prefix' or 'fcfs'"),
+            ("override_generation_config", {"temperature": 0}, "SamplingParams"),
+            ("rope_scaling", {"factor": 2}, "change config.json in a copy"),
+            ("runner", "pooling", "a model generates text"),
+            ("calculate_kv_scales", True, "the dtype of the weights"),
+            ("hf_token", "hf_x", "HF_TOKEN"),
+        ],
+    )
+    def test_those_that_would_be_missed_are_refused_with_a_remedy(self, name: str, value: Any, remedy: str) -> None:
+        with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} is not supported (only ") + f".*{remedy}"):
+            EngineConfig.from_arguments("m", **{name: value})
+
+    def test_no_argument_is_known_twice(self) -> None:
+        own = {field.name for field in dataclasses.fields(EngineConfig)}
+        assert not own & (NO_EFFECT | UNSUPPORTED.keys()) and not NO_EFFECT & UNSUPPORTED.keys()
+
+    @pytest.mark.parametrize(("load_format", "expected"), [("safetensors", "auto"), ("dummy", "dummy"), (None, "auto")])
+    def test_load_formats(self, load_format: Any, expected: str) -> None:
+        assert EngineConfig.from_arguments("m", load_format=load_format).load_format == expected
+
+    @pytest.mark.parametrize("value", [2**16 + 1, 10**9])
+    def test_more_sequences_at_once_than_any_step_takes_are_refused(self, value: int) -> None:
+        with pytest.raises(ValueError, match=f"max_num_seqs must be at most 65536, not {value}; lower it"):
+            EngineConfig.from_arguments("m", max_num_seqs=value)
+        assert EngineConfig("m", max_num_seqs=2**16).max_num_seqs == 2**16
 
     @pytest.mark.parametrize(
         ("dtype", "expected"),

@@ -5,14 +5,17 @@ What is refused is refused before anything runs, and leaves nothing behind.
 
 from __future__ import annotations
 
+import json
+from array import array
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from conftest import MakeLLM
-from llm_helpers import assert_idle, bos_tokenizer, greedy, observe, run, token_ids
-from tiny_models import random_ids, tiny_tokenizer
+from llm_helpers import assert_idle, bos_tokenizer, greedy, hf_greedy, observe, run, token_ids
+from tiny_models import make_tiny_model, random_ids, tiny_tokenizer
 
 from nanoapc import LLM, SamplingParams
 
@@ -71,7 +74,7 @@ class TestTooLong:
             with pytest.raises(ValueError):
                 run(llm, [random_ids(5), bad])
             assert_idle(llm)
-            assert llm.prefix_cache_stats()["cached_blocks"] == 0
+            assert llm.metrics().cached_blocks == 0
         assert [token_ids(run(llm, [random_ids(5)])), token_ids(run(llm, prompts, params))] == fresh
 
 
@@ -163,6 +166,88 @@ class TestTokenIds:
     def test_arrays_of_other_types_or_shapes_are_refused(self, container: Any, make_llm: MakeLLM) -> None:
         with pytest.raises(ValueError, match=r"prompt 1 has a token id .* of type (float|bool|list)"):
             run(make_llm(), [[5], container])
+
+    @pytest.mark.parametrize(
+        "text", [b"fox", bytearray(b"fox"), memoryview(b"fox"), memoryview(b"fox").cast("c"), array("B", b"fox")]
+    )
+    def test_bytes_are_no_token_ids(self, text: Any, make_llm: MakeLLM) -> None:
+        llm = make_llm()
+        for prompts in (text, [text], {"prompt_token_ids": text}):
+            with pytest.raises(ValueError, match=r"prompt 0 (is|has 'prompt_token_ids') .* must be a"):
+                run(llm, prompts)
+            with pytest.raises(ValueError, match=r"prompt 0 (is|has 'prompt_token_ids') .* must be a"):
+                next(llm.stream(prompts))
+        with pytest.raises(ValueError, match="stop_token_ids"):
+            SamplingParams(stop_token_ids=text if not isinstance(text, array) else memoryview(text))
+        wide = array("i", [5, 6])
+        assert [output.prompt_token_ids for output in run(llm, [wide, memoryview(wide)])] == [[5, 6]] * 2
+
+
+class TestTables:
+    """What iterates over the names of its columns (a DataFrame) is no list of prompts; over its rows, it is."""
+
+    class Table:
+        def __init__(self, rows: list[dict[str, str]]):
+            self.rows = rows
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.rows)
+
+    class DataFrame(Table):
+        @property
+        def columns(self) -> list[str]:
+            return list(self.rows[0])
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(self.columns)
+
+    def test_columns_are_refused_and_rows_run(self, make_llm: MakeLLM) -> None:
+        llm, rows = make_llm(), [{"prompt": "the fox"}, {"prompt": "a dog"}]
+        message = r"prompts is a DataFrame, a table; pass one of its columns as a list: df\['prompt'\]\.tolist\(\)"
+        frame: Any = self.DataFrame(rows)
+        for params in (None, greedy(), [greedy()]):
+            with pytest.raises(ValueError, match=message):
+                run(llm, frame, params)
+            with pytest.raises(ValueError, match=message):
+                next(llm.stream(frame, params))
+        table: Any = self.Table(rows)
+        assert [output.prompt for output in run(llm, table)] == ["the fox", "a dog"]
+        assert {output.prompt for output in llm.stream(table)} == {"the fox", "a dog"}
+
+
+class TestVocabulary:
+    """Ids up to the greatest that the tokenizer knows are emitted, as in transformers, whatever its length is."""
+
+    def test_a_gap_in_the_tokenizers_ids_hides_none(self, tmp_path: Path, make_llm: MakeLLM) -> None:
+        hf_model, file = make_tiny_model(tmp_path, seed=3, eos_token_id=319), tmp_path / "tokenizer.json"
+        raw = json.loads(file.read_text())
+        model, pairs = raw["model"], [tuple(pair) for pair in raw["model"]["merges"]]
+        parts = {part for pair in pairs for part in pair}
+        dropped = [token for token, i in model["vocab"].items() if 258 < i < 318 and token not in parts][:3]
+        model["vocab"] = {token: i for token, i in model["vocab"].items() if token not in dropped}
+        model["merges"] = [pair for pair in pairs if "".join(pair) not in dropped]
+        file.write_text(json.dumps(raw))
+        llm = make_llm(tmp_path)
+        assert (len(llm.get_tokenizer()), llm.inputs.num_valid_ids) == (317, 320)
+
+        prompts = [random_ids(7, i) for i in range(12)]
+        expected = [hf_greedy(hf_model, prompt, 6) for prompt in prompts]
+        assert 319 in {i for ids in expected for i in ids}
+        assert token_ids(run(llm, prompts)) == expected
+        everything = greedy(2, logprobs=320, prompt_logprobs=320)
+        assert len(run(llm, [[5, 6]], everything)[0].outputs[0].logprobs[0]) == 320  # type: ignore[index]
+        (output,) = run(llm, [[5]], SamplingParams(temperature=0, logit_bias={319: 100}))
+        assert (output.outputs[0].token_ids, output.outputs[0].finish_reason) == ([319], "stop")
+        assert token_ids(run(llm, [[5]], greedy(1, allowed_token_ids=[318]))) == [[318]]
+
+    def test_tokens_that_are_added_later_are_for_prompts_only(self, tmp_path: Path, make_llm: MakeLLM) -> None:
+        make_tiny_model(tmp_path, vocab_size=352)
+        llm = make_llm(tmp_path)
+        llm.get_tokenizer().add_tokens(["<new>"])
+        (output,) = run(llm, ["a<new>"])
+        assert output.prompt_token_ids[-1] == 320 and max(output.outputs[0].token_ids) < 320
+        with pytest.raises(ValueError, match=r"allowed_token_ids=320 is not possible; allowed: ids below 320"):
+            run(llm, ["a<new>"], greedy(allowed_token_ids=[320]))
 
 
 class TestBos:

@@ -212,7 +212,7 @@ class TestConstruction:
         ("arguments", "message"),
         [
             ({"max_model_length": 5}, "unknown argument 'max_model_length'; did you mean 'max_model_len'"),
-            ({"scheduling_policy": None}, "unknown argument 'scheduling_policy'; did you mean 'schedule_policy'"),
+            ({"scheduling_policy": "priority"}, "scheduling_policy='priority' is not supported .*; schedule_policy is"),
             ({"tensor_parallel_size": 2}, r"tensor_parallel_size=2 is not supported \(only 1 is\); an LLM runs on one"),
             ({"quantization": "awq"}, "quantization='awq' is not supported .*; pass an unquantised checkpoint"),
             ({"dtype": "int8"}, "dtype must be one of auto, float32"),
@@ -942,16 +942,16 @@ class TestOutputs:
 
     def test_stats_say_what_the_cache_did(self, make_llm: MakeLLM) -> None:
         llm, prompt = make_llm(num_kv_blocks=32), random_ids(13)
-        assert llm.prefix_cache_stats()["hit_rate"] == 0
+        assert llm.metrics().hit_rate == 0
         run(llm, [prompt], max_tokens=4)
         run(llm, [[*prompt[:10], 9, 9]], max_tokens=1)
-        stats = llm.prefix_cache_stats()
-        assert (stats["queried_tokens"], stats["hit_tokens"], stats["copied_tokens"]) == (25, 10, 2)
-        assert stats["hit_rate"] == 10 / 25
-        assert (stats["computed_tokens"], stats["recomputed_tokens"]) == (13 + 3 + 2, 0)
-        assert (stats["cached_blocks"], stats["cached_prefixes"]) == (5, 2)
-        assert stats["evictions"] == 0
+        stats = llm.metrics()
+        assert (stats.queried_tokens, stats.hit_tokens, stats.copied_tokens) == (25, 10, 2)
+        assert stats.hit_rate == 10 / 25
+        assert (stats.computed_tokens, stats.recomputed_tokens) == (13 + 3 + 2, 0)
+        assert (stats.cached_blocks, stats.cached_prefixes) == (5, 2)
+        assert stats.evictions == 0
         run(llm, [random_ids(100, 1)], max_tokens=1)
         run(llm, [random_ids(100, 2)], max_tokens=1)
-        stats = llm.prefix_cache_stats()
-        assert stats["evictions"] > 20 and stats["cached_blocks"] <= 32
+        stats = llm.metrics()
+        assert stats.evictions > 20 and stats.cached_blocks <= 32

@@ -76,7 +76,7 @@ class TestCannotFit:
         use = MemoryUse(total=80 * gib, outside=5 * gib, peak=20 * gib, graphs=gib)
         assert use.left(0.9) == (72 - 5 - 20 - 1) * gib
         assert use.left(0.3) == -2 * gib
-        model = SimpleNamespace(num_layers=2, num_kv_heads=2, head_dim=2**15)  # 1 MiB a token in float32
+        model = SimpleNamespace(kv_bytes=lambda dtype: 2**20)
         arguments = {"block_size": 16, "gpu_memory_utilization": 0.9}
         config = EngineConfig.from_arguments("model", **arguments)
         assert count_blocks(config, model, torch.float32, 100, lambda: use) == 46 * 1024 // 16

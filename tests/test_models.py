@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +138,32 @@ class TestConfig:
         make_tiny_model(tmp_path, dtype=torch.float16, tokenizer=False)
         edit_json(tmp_path / "config.json", remove=("dtype", "torch_dtype"))
         assert ModelConfig.from_directory(tmp_path).dtype == torch.float16
+        edit_json(tmp_path / "config.json", dtype="auto")
+        assert ModelConfig.from_directory(tmp_path).dtype == torch.float16
+
+    @pytest.mark.parametrize(("name", "dtype"), [("half", torch.float16), ("float", torch.float32)])
+    def test_short_names_of_dtypes(
+        self, name: str, dtype: torch.dtype, shapes: dict[str, Path], tmp_path: Path
+    ) -> None:
+        assert ModelConfig.from_directory(copy_config(shapes["llama"], tmp_path, dtype=name)).dtype == dtype
+
+    @pytest.mark.parametrize("stored", ["float64", "double", "float8_e4m3fn", "int8", 3, "auto", None])
+    def test_an_explicit_dtype_needs_no_word_of_the_checkpoint(
+        self, stored: Any, shapes: dict[str, Path], tmp_path: Path
+    ) -> None:
+        copy_config(shapes["llama"], tmp_path, dtype=stored, torch_dtype=None)
+        assert ModelConfig.from_directory(tmp_path, "bfloat16").dtype == torch.bfloat16
+
+    @pytest.mark.parametrize("changes", [{}, {"dtype": None}])
+    def test_a_float64_checkpoint_runs_where_a_dtype_is_given(
+        self, changes: dict[str, Any], tmp_path: Path, make_llm: MakeLLM
+    ) -> None:
+        hf_model = make_tiny_model(tmp_path, dtype=torch.float64)
+        edit_json(tmp_path / "config.json", **changes)
+        with pytest.raises(ValueError, match=r"dtype 'float64' is not supported; pass dtype=\.\.\. to convert it"):
+            make_llm(tmp_path, dtype="auto")
+        llm, ids = make_llm(tmp_path, dtype="float32"), random_ids(9)
+        assert token_ids(run(llm, [ids])) == [hf_greedy(hf_model.float(), ids, 6)]
 
     @pytest.mark.parametrize(
         ("in_config", "in_generation_config", "expected"),
@@ -242,14 +269,30 @@ class TestRefusals:
                 {"num_key_value_heads": 3},
                 "num_attention_heads 4 is no multiple of num_key_value_heads 3",
             ),
-            ("llama", {"head_dim": 15}, "head_dim 15 is odd"),
+            ("llama", {"head_dim": 15}, "head_dim must be a positive even number .*, got 15"),
+            ("llama", {"head_dim": None, "hidden_size": 2}, "head_dim must be a positive even number .*, got 0"),
             ("llama", {"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, got 'small'"),
             ("llama", {"rms_norm_eps": 0}, "rms_norm_eps must be a positive number, got 0"),
+            ("llama", {"rms_norm_eps": math.inf}, "rms_norm_eps must be a positive number, got inf"),
+            ("llama", {"rms_norm_eps": math.nan}, "rms_norm_eps must be a positive number, got nan"),
+            ("llama", {"rms_norm_eps": True}, "rms_norm_eps must be a positive number, got True"),
+            ("llama", {"num_hidden_layers": math.inf}, "num_hidden_layers must be a positive whole number, got inf"),
+            ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be a bool or null, got 'false'"),
+            ("llama", {"attention_bias": "false"}, "attention_bias must be a bool or null, got 'false'"),
+            ("llama", {"mlp_bias": 1}, "mlp_bias must be a bool or null, got 1"),
+            ("qwen3", {"use_sliding_window": "false"}, "use_sliding_window must be a bool or null, got 'false'"),
+            ("qwen2", {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers must be a int.*'2'"),
+            ("qwen2", {"use_sliding_window": True, "num_hidden_layers": "2"}, "num_hidden_layers must be a positive"),
             ("llama", {"rope_scaling": "linear"}, "rope_scaling must be a dict or null, got 'linear'"),
             ("llama", {"rope_parameters": [1]}, r"rope_parameters must be a dict or null, got \[1\]"),
             ("llama", {"layer_types": 2}, "layer_types must be a list or null, got 2"),
             ("llama", {"architectures": "MyLlamaForCausalLM"}, "architectures must be a list or null, got 'MyLlama"),
+            ("llama", {"layer_types": ["full_attention", "chunked_attention"]}, "layer_types has 'chunked_attention'"),
+            ("qwen3", {"layer_types": ["linear_attention"] * 2}, "layer_types has 'linear_attention'"),
+            ("mistral", {"layer_types": ["nonsense", 3]}, "layer_types has 'nonsense'.*only 'full_attention' is"),
             ("llama", {"eos_token_id": "</s>"}, "eos_token_id must be a token id.*'</s>'"),
+            ("llama", {"eos_token_id": [2, -1]}, r"eos_token_id must be a token id.*\[2, -1\]"),
+            ("llama", {"eos_token_id": True}, "eos_token_id must be a token id.*True"),
         ],
     )
     def test_what_would_run_differently_is_refused_by_name(
@@ -266,6 +309,7 @@ class TestRefusals:
             ("mistral", {"sliding_window": None}),
             ("qwen2", {"use_sliding_window": False, "sliding_window": 8, "max_window_layers": 0}),
             ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}),
+            ("qwen2", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": None}),
             ("qwen3", {"use_sliding_window": False, "sliding_window": 4096, "layer_types": None}),
             ("llama", {"sliding_window": 8}),  # Llama has no windows: transformers ignores the key
         ],
@@ -275,6 +319,21 @@ class TestRefusals:
     ) -> None:
         copy_config(shapes[family], tmp_path, **changes)
         assert ModelConfig.from_directory(tmp_path) == ModelConfig.from_directory(shapes[family])
+
+    @pytest.mark.parametrize("eos", ["</s>", [2, "7"], -1, 2.0, {"a": 1}])
+    def test_a_bad_eos_id_is_blamed_on_its_file(self, eos: Any, shapes: dict[str, Path], tmp_path: Path) -> None:
+        copy_config(shapes["llama"], tmp_path)
+        (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": eos}))
+        with pytest.raises(ValueError, match=r"/generation_config\.json: eos_token_id must be a token id") as error:
+            ModelConfig.from_directory(tmp_path)
+        assert "/config.json" not in str(error.value)
+
+    def test_a_model_of_too_many_positions_says_what_to_pass(self, tmp_path: Path, make_llm: MakeLLM) -> None:
+        make_tiny_model(tmp_path)
+        edit_json(tmp_path / "config.json", max_position_embeddings=10**9)
+        with pytest.raises(ValueError, match=r"max_model_len=1000000000 .*pass a smaller max_model_len"):
+            make_llm(tmp_path, max_model_len=None)
+        assert make_llm(tmp_path, max_model_len=64).engine.max_model_len == 64
 
     @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "null", '{"a": 1'])
     def test_a_broken_config_json_is_named(self, content: str, tmp_path: Path) -> None:

@@ -57,3 +57,11 @@ def test_two_llms_do_not_write_one_trace(make_llm: MakeLLM, tmp_path: Path) -> N
         with pytest.raises(ValueError, match="another LLM is writing it"):
             make_llm(trace=trace)
     assert trace.read_text().startswith('{"format":"nanoapc trace"')
+
+
+@pytest.mark.parametrize("names", [("metrics_file", "prefix_cache_file"), ("trace", "metrics_file")])
+def test_no_two_arguments_have_one_file(names: tuple[str, str], make_llm: MakeLLM, tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "file")
+    with pytest.raises(ValueError, match=r"are the same file .*; give each its own"):
+        make_llm(**{names[0]: tmp_path / "file", names[1]: tmp_path / "link"})
+    assert not (tmp_path / "file").exists()

@@ -81,14 +81,14 @@ class TestRates:
         prompts = [stem + random_ids(10, i) for i in range(100)]
         total = 100 * 100
         for share in (0.87, 0.98):  # cold: the stem is computed once; warm: only each last token
-            before = llm.prefix_cache_stats()
+            before = llm.metrics()
             outputs = llm.generate(prompts, greedy(2))
-            after = llm.prefix_cache_stats()
+            after = llm.metrics()
             num_cached = sum(cached(outputs))
             assert num_cached > share * total
-            assert after["hit_tokens"] - before["hit_tokens"] == num_cached
+            assert after.hit_tokens - before.hit_tokens == num_cached
             # Computed: the prompt tokens that were not cached, and the first output token of each.
-            assert after["computed_tokens"] - before["computed_tokens"] == total - num_cached + 100
+            assert after.computed_tokens - before.computed_tokens == total - num_cached + 100
             bars = re.findall(
                 r"100/100 .*?prompt (\d+) tok/s \+ (\d+) cached, output (\d+) tok/s", capsys.readouterr().err
             )

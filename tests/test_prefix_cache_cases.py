@@ -82,14 +82,14 @@ class TestBlockEdges:
         llm = make_llm(block_size=16)
         for _ in range(20):
             assert cached(run(llm, [random_ids(5)], max_tokens=4)) == [0]
-        assert llm.prefix_cache_stats()["queried_tokens"] == 100
+        assert llm.metrics().queried_tokens == 100
 
     def test_off_means_no_lookups_and_no_keys(self, make_llm: MakeLLM) -> None:
         llm, prompt = make_llm(enable_prefix_caching=False), random_ids(40)
         outputs = [*run(llm, [prompt, prompt]), *run(llm, [prompt])]
         assert cached(outputs) == [0, 0, 0]
-        stats = llm.prefix_cache_stats()
-        assert stats["queried_tokens"] == stats["hit_tokens"] == stats["cached_blocks"] == 0
+        stats = llm.metrics()
+        assert stats.queried_tokens == stats.hit_tokens == stats.cached_blocks == 0
         assert not llm.engine.manager.pool.index
 
 
@@ -179,7 +179,7 @@ class TestPreemption:
             log = observe(llm)
             outputs = run(llm, prompts, max_tokens=30)
             assert token_ids(outputs) == expected
-            assert len(log.victims) >= 5 and llm.prefix_cache_stats()["num_preemptions"] == len(log.victims)
+            assert len(log.victims) >= 5 and llm.metrics().num_preemptions == len(log.victims)
             assert cached(outputs) == [0] * 12  # what it found of its own after a preemption is no prompt hit
             assert llm.engine.manager.num_free_blocks == 24
 
@@ -188,13 +188,13 @@ class TestPreemption:
         log = observe(llm)
         prompts = [random_ids(9, seed) for seed in range(12)]
         run(llm, prompts, max_tokens=30)
-        stats = llm.prefix_cache_stats()
-        assert stats["queried_tokens"] == 12 * 9 and stats["hit_tokens"] == 0
-        assert stats["computed_tokens"] == sum(step.num_tokens for step in log.steps)
+        stats = llm.metrics()
+        assert stats.queried_tokens == 12 * 9 and stats.hit_tokens == 0
+        assert stats.computed_tokens == sum(step.num_tokens for step in log.steps)
         # Each of 12 sequences computes 9 + 29 tokens once; all else is recomputed. A sequence that
         # finds everything up to its last token computes that one token, which it had not computed before.
-        assert stats["computed_tokens"] - stats["recomputed_tokens"] == 12 * (9 + 29)
-        assert stats["recomputed_tokens"] > 0
+        assert stats.computed_tokens - stats.recomputed_tokens == 12 * (9 + 29)
+        assert stats.recomputed_tokens > 0
 
 
 class TestPromptLogprobs:
@@ -225,8 +225,8 @@ class TestPromptLogprobs:
     def test_more_entries_than_a_run_before_asked_for(self, make_llm: MakeLLM, cache_off: LLM) -> None:
         llm, prompt = make_llm(), random_ids(13)
         first = run(llm, [prompt], greedy(prompt_logprobs=1))
-        before = llm.prefix_cache_stats()
-        assert before["queried_tokens"] == before["hit_tokens"] == 0  # it did not look, so it counts neither way
+        before = llm.metrics()
+        assert before.queried_tokens == before.hit_tokens == 0  # it did not look, so it counts neither way
         second = run(llm, [prompt], greedy(prompt_logprobs=5))
         assert cached([*first, *second]) == [0, 0]
         wanted = self.values(run(cache_off, [prompt], greedy(prompt_logprobs=5))[0])
@@ -234,14 +234,14 @@ class TestPromptLogprobs:
             assert len(entry) in (5, 6) and entry == pytest.approx(expected, abs=1e-5)
         third = run(llm, [prompt])
         assert cached(third) == [12]
-        after = llm.prefix_cache_stats()
-        assert (after["queried_tokens"], after["hit_tokens"]) == (13, 12)
+        after = llm.metrics()
+        assert (after.queried_tokens, after.hit_tokens) == (13, 12)
 
     def test_a_request_may_skip_reading_and_still_fills_the_cache(self, make_llm: MakeLLM) -> None:
         llm, prompt = make_llm(), random_ids(13)
         skipping = greedy(skip_reading_prefix_cache=True)
         assert cached(run(llm, [prompt, prompt], skipping)) == [0, 0]
-        assert llm.prefix_cache_stats()["queried_tokens"] == 0
+        assert llm.metrics().queried_tokens == 0
         assert cached(run(llm, [prompt])) == [12]
 
 
@@ -303,7 +303,7 @@ class TestOtherContents:
     def test_lora_is_refused(self, make_llm: MakeLLM) -> None:
         with pytest.raises(ValueError, match=r"LoRA adapters are not supported; merge it"):
             make_llm().generate([[5, 6]], lora_request=("adapter", 1), use_tqdm=False)  # type: ignore[arg-type]
-        with pytest.raises(ValueError, match=r"enable_lora=True is not supported \(only False is\); merge the adapter"):
+        with pytest.raises(ValueError, match=r"enable_lora=True is not supported \(only None is\); merge the adapter"):
             make_llm(enable_lora=True)
 
     @pytest.mark.parametrize("key", ["multi_modal_data", "prompt_embeds", "image", "mm_processor_kwargs"])
@@ -373,9 +373,9 @@ class TestReset:
         observe(llm)
         llm.add_request(prompt, greedy())
         llm.step()
-        cached_blocks = llm.prefix_cache_stats()["cached_blocks"]
+        cached_blocks = llm.metrics().cached_blocks
         assert cached_blocks == 3 and llm.reset_prefix_cache() is False
-        assert llm.prefix_cache_stats()["cached_blocks"] == 3
+        assert llm.metrics().cached_blocks == 3
         outputs: list[RequestOutput] = []
         while llm.has_unfinished_requests():
             outputs += llm.step()
@@ -385,7 +385,7 @@ class TestReset:
         free = llm.engine.manager.num_free_blocks
         assert llm.reset_prefix_cache() is True
         assert llm.engine.manager.num_free_blocks == free == 256
-        assert llm.prefix_cache_stats()["cached_blocks"] == llm.prefix_cache_stats()["cached_prefixes"] == 0
+        assert llm.metrics().cached_blocks == llm.metrics().cached_prefixes == 0
         assert cached(run(llm, [prompt])) == [0]
 
 
@@ -487,7 +487,7 @@ class TestAccounting:
         log = observe(llm)
         prefix, long = random_ids(8), random_ids(20, 1)
         run(llm, [prefix], max_tokens=1)
-        before = llm.prefix_cache_stats()
+        before = llm.metrics()
         llm.add_request(long, greedy(8))  # 7 of the 12 blocks in the end
         llm.step()
         prompt = prefix + random_ids(24, 2)  # 8 blocks: the tail does not fit before the other ends
@@ -497,11 +497,11 @@ class TestAccounting:
             outputs += llm.step()
             waited += bool(llm.engine.scheduler.waiting)
             if llm.engine.scheduler.waiting:
-                assert llm.prefix_cache_stats()["queried_tokens"] == before["queried_tokens"] + len(long)
+                assert llm.metrics().queried_tokens == before.queried_tokens + len(long)
         assert waited >= 5 and not log.victims
-        after = llm.prefix_cache_stats()
-        assert after["queried_tokens"] - before["queried_tokens"] == len(long) + len(prompt)
-        assert after["hit_tokens"] - before["hit_tokens"] == 8
+        after = llm.metrics()
+        assert after.queried_tokens - before.queried_tokens == len(long) + len(prompt)
+        assert after.hit_tokens - before.hit_tokens == 8
         assert sorted(cached(outputs)) == [0, 8]
         expected = token_ids(run(cache_off, [long], max_tokens=8)) + token_ids(run(cache_off, [prompt], max_tokens=4))
         assert sorted(token_ids(outputs)) == sorted(expected)
@@ -512,7 +512,7 @@ class TestAccounting:
         log = observe(llm)
         stem = random_ids(16)
         run(llm, [stem], max_tokens=1)
-        assert llm.prefix_cache_stats()["cached_blocks"] == 4 and llm.engine.manager.num_free_blocks == 7
+        assert llm.metrics().cached_blocks == 4 and llm.engine.manager.num_free_blocks == 7
         prompts = [stem + random_ids(9, 1), random_ids(9, 2)]  # 4 hits + 3 new, and 3 new: 10 > 7
         outputs = run(llm, prompts, max_tokens=3)
         assert token_ids(outputs) == token_ids(run(cache_off, prompts, max_tokens=3))
@@ -537,7 +537,7 @@ class TestCollisions:
         assert token_ids(run(llm, prompts)) == expected
         again = run(llm, prompts)
         assert token_ids(again) == expected and cached(again) == [11] * len(prompts)
-        assert len(llm.engine.manager.pool.index) <= 2**bits < llm.prefix_cache_stats()["cached_prefixes"]
+        assert len(llm.engine.manager.pool.index) <= 2**bits < llm.metrics().cached_prefixes
 
 
 class TestLeaks:
@@ -566,10 +566,10 @@ class TestLeaks:
                 assert {o.outputs[0].finish_reason for o in outputs} == {"stop", "length"}
             assert_idle(llm)
             idle = sum(block.prefix is not None for block in pool.blocks)
-            assert idle == llm.prefix_cache_stats()["cached_blocks"] > 0
-        stats = llm.prefix_cache_stats()
-        preempted, evicted = int(stats["num_preemptions"]), int(stats["evictions"])
-        assert aborted > 10 and preempted > 10 and evicted > 1000 and stats["hit_tokens"] > 1000
+            assert idle == llm.metrics().cached_blocks > 0
+        stats = llm.metrics()
+        preempted, evicted = int(stats.num_preemptions), int(stats.evictions)
+        assert aborted > 10 and preempted > 10 and evicted > 1000 and stats.hit_tokens > 1000
 
 
 class TestAnyEngine:

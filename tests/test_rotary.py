@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen3Config
+from transformers import AutoConfig, LlamaConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 
+from nanoapc.layers.rotary import MAX_LEN as LONGEST
 from nanoapc.layers.rotary import cos_sin_table, read_rope
 
 MAX_LEN = 700
@@ -102,6 +105,28 @@ def test_yarn_without_a_factor_takes_the_ratio_of_the_lengths() -> None:
     assert read_rope({"max_position_embeddings": 512, "rope_parameters": rope})["factor"] == 4.0
 
 
+@pytest.mark.parametrize("theta", [{}, {"rope_theta": 1e6}])
+@pytest.mark.parametrize("scaling", [None, {}, {"rope_type": "linear", "factor": 2.0}, {"rope_type": "default"}])
+@pytest.mark.parametrize("parameters", [None, {}, {"rope_type": "linear", "factor": 4.0, "rope_theta": 5e5}])
+def test_both_spellings_in_one_file_are_read_as_in_transformers(
+    theta: dict[str, Any], scaling: Any, parameters: Any, tmp_path: Path
+) -> None:
+    raw = {"max_position_embeddings": 512, **theta, "rope_scaling": scaling, "rope_parameters": parameters}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", **raw}))
+    expected = AutoConfig.from_pretrained(tmp_path).rope_parameters
+    rope = read_rope(raw)
+    assert {key: rope.get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize("max_len", [LONGEST + 1, 10**9])
+def test_more_positions_than_float32_tells_apart_are_refused(max_len: int) -> None:
+    near = torch.tensor([LONGEST - 1, LONGEST, LONGEST + 1], dtype=torch.float32)
+    assert near.unique().numel() == 2
+    rope = read_rope({"max_position_embeddings": 10**9})
+    with pytest.raises(ValueError, match=rf"{max_len} .*max_position_embeddings\) .*pass a smaller max_model_len"):
+        cos_sin_table(rope, 16, max_len, torch.device("cpu"))
+
+
 @pytest.mark.parametrize("rope_type", ["dynamic", "longrope", "mrope", "su", "nonsense"])
 def test_other_rope_types_are_refused_by_name(rope_type: str) -> None:
     raw = {"max_position_embeddings": 512, "rope_scaling": {"rope_type": rope_type, "factor": 2.0}}
@@ -125,6 +150,7 @@ def test_other_rope_types_are_refused_by_name(rope_type: str) -> None:
             "partial_rotary_factor 0.5 is not supported",
         ),
         ({"full_attention": {"rope_type": "default"}}, "for each layer type"),
+        ({"rope_type": "yarn", "factor": 4.0, "truncate": "false"}, "truncate must be true or false, got 'false'"),
     ],
 )
 def test_bad_rope_parameters_are_named(rope: dict[str, Any], message: str) -> None:

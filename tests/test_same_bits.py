@@ -74,10 +74,10 @@ def test_a_request_gets_the_same_bits_however_it_is_run(architecture: str, dtype
                 outputs = llm.generate([prompts[i] for i in order], [params[i] for i in order], use_tqdm=False)
                 assert results(outputs) == [expected[i] for i in order], f"{name}, {state}"
             if options.get("enable_prefix_caching", True):
-                assert llm.prefix_cache_stats()["copied_tokens"] > 0, name
+                assert llm.metrics().copied_tokens > 0, name
     with LLM(tmp_path, **{**base, "num_kv_blocks": 100}) as llm:  # 100 blocks: they have to make room for each other
         assert results(llm.generate(prompts * 2, params * 2, use_tqdm=False)) == expected * 2
-        assert llm.prefix_cache_stats()["num_preemptions"] + llm.prefix_cache_stats()["evictions"] > 0
+        assert llm.metrics().num_preemptions + llm.metrics().evictions > 0
 
 
 @pytest.mark.skipif(not (SMOLLM2 / "config.json").exists(), reason=f"no model in {SMOLLM2}: tools/make_smollm2.py")

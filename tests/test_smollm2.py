@@ -99,4 +99,4 @@ def test_chunked_and_preempted(expected: list[list[int]]) -> None:
         assert max(step.num_tokens for step in log.steps) == 32
         assert any(1 < count < 32 for step in log.steps for count in step.counts.values())
         assert len(log.victims) >= 3 and reused_after_preemption(log)
-        assert llm.prefix_cache_stats()["evictions"] > 0
+        assert llm.metrics().evictions > 0

@@ -74,9 +74,9 @@ class Engine:
         log_events = configure_logging()
         self.metrics_file = MetricsFile(config.metrics_file) if config.metrics_file else None
         directory = resolve_model(config.model)
-        self.model_config = ModelConfig.from_directory(directory)
+        self.model_config = ModelConfig.from_directory(directory, config.dtype)
         self.device = _device(config.device)
-        self.dtype = self.model_config.dtype if config.dtype == "auto" else getattr(torch, config.dtype)
+        self.dtype = self.model_config.dtype
         self.inputs = make_inputs(config, directory, self.model_config)
         self.max_model_len = self.inputs.max_model_len
         # Chat models that were tuned from a base model often name the end of a turn only in their tokenizer.

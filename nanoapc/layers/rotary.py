@@ -27,10 +27,14 @@ REQUIRED: dict[str, tuple[str, ...]] = {
 """The supported rope types and the numbers that each needs."""
 OPTIONAL = ("beta_fast", "beta_slow", "mscale", "mscale_all_dim")
 """Numbers that YaRN may have, where 0 is the same as none."""
+MAX_LEN = 2**24
+"""Positions that a table can have: from here on float32 does not tell neighbours apart."""
 
 
 def read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The rope parameters of a config.json in the spelling of transformers 5, with "rope_type" and all that it needs.
+
+    Where a file has both spellings the older one, rope_scaling, counts alone, as in transformers.
 
     Raises:
         ValueError: an unsupported rope type, partial or per-layer rotation, a missing or bad number.
@@ -45,6 +49,8 @@ def read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError(f"rope type {rope_type!r} is not supported; supported: {', '.join(REQUIRED)}")
     if (partial := rope.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) != 1.0:
         raise ValueError(f"partial_rotary_factor {partial} is not supported; only 1.0 is")
+    if not isinstance(rope.get("truncate", True), bool):
+        raise ValueError(f"truncate must be true or false, got {rope['truncate']!r}")
 
     max_positions, original = raw["max_position_embeddings"], "original_max_position_embeddings"
     rope[original] = raw.get(original) or rope.get(original) or max_positions
@@ -64,7 +70,15 @@ def read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def cos_sin_table(rope: Mapping[str, Any], head_dim: int, max_len: int, device: torch.device) -> Tensor:
-    """[max_len, head_dim] float32: cosines, then sines, of each position, times YaRN's attention factor."""
+    """[max_len, head_dim] float32: cosines, then sines, of each position, times YaRN's attention factor.
+
+    ValueError for a max_len beyond MAX_LEN.
+    """
+    if max_len > MAX_LEN:
+        raise ValueError(
+            f"max_model_len={max_len} (without one: config.json's max_position_embeddings) is more than the {MAX_LEN} "
+            "positions that float32 tells apart; pass a smaller max_model_len"
+        )
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -7,13 +7,16 @@ differ (quantisation, sliding windows, unknown activations or rope types) is ref
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from nanoapc.config import DTYPE_ALIASES
 from nanoapc.layers.rotary import read_rope
 from nanoapc.models.checkpoint import check_directory, read_headers, read_json, tensor_files
 from nanoapc.models.registry import find_family
@@ -24,15 +27,20 @@ SAMPLING = {
     "max_new_tokens": "max_tokens",
 }
 """Keys of generation_config.json -> the fields of SamplingParams that they are about."""
-KINDS = {"architectures": list, "layer_types": list, "rope_scaling": dict, "rope_parameters": dict}
-"""What some keys hold unless they are missing or null."""
+KINDS = {
+    **dict.fromkeys(("architectures", "layer_types"), list),
+    **dict.fromkeys(("rope_scaling", "rope_parameters"), dict),
+    **dict.fromkeys(("attention_bias", "mlp_bias", "tie_word_embeddings", "use_sliding_window"), bool),
+    "max_window_layers": int,
+}
+"""What some keys hold unless they are missing or null. ("false" in quotes would count as true.)"""
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The shape of a model. Sizes count elements, `max_position_embeddings` counts tokens.
 
-    dtype               what the checkpoint is stored in: config.json's word for it, else the first tensor's
+    dtype               of weights and KV cache: the caller's wish, else config.json's, else the first tensor's
     eos_token_ids       the ids that end a text: generation_config.json's, else config.json's
     suggested_sampling  fields of SamplingParams for requests that bring none: generation_config.json's
     vocab_size          rows of the embedding and of the head; may exceed what the tokenizer knows
@@ -73,8 +81,8 @@ class ModelConfig:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
 
     @classmethod
-    def from_directory(cls, directory: str | Path) -> ModelConfig:
-        """Reads a model directory; its weights are needed only where config.json names no dtype.
+    def from_directory(cls, directory: str | Path, dtype: str = "auto") -> ModelConfig:
+        """Reads a model directory; its weights are needed only for a dtype that neither `dtype` nor config.json names.
 
         Raises:
             ValueError: no model directory, or a model that is not supported; names file, key and value.
@@ -84,44 +92,41 @@ class ModelConfig:
         raw = read_json(directory / "config.json")
         file = directory / "generation_config.json"
         generation = read_json(file) if file.exists() else {}
-        try:
-            if (name := raw.get("dtype") or raw.get("torch_dtype")) is None:
-                first, file = min(tensor_files(directory).items())
-                dtype = read_headers({first: file})[first][1]
-            elif (name := str(name).removeprefix("torch.")) in DTYPES:
-                dtype = DTYPES[name]
-            else:
-                raise ValueError(f"dtype {name!r} is not supported; supported: {', '.join(DTYPES)}")
-            sampling = {SAMPLING[key]: generation[key] for key in SAMPLING if generation.get(key) is not None}
-            return replace(cls.from_json(raw, dtype, generation.get("eos_token_id")), suggested_sampling=sampling)
-        except ValueError as error:
-            raise ValueError(f"{directory / 'config.json'}: {error}") from error
+        sampling = {SAMPLING[key]: generation[key] for key in SAMPLING if generation.get(key) is not None}
+        if generation.get("eos_token_id") is not None:
+            with _naming(file):
+                raw["eos_token_id"] = list(_token_ids(generation["eos_token_id"]))
+        with _naming(directory / "config.json"):
+            config = cls.from_json(raw, _stored_dtype(directory, raw) if dtype == "auto" else DTYPES[dtype])
+        return replace(config, suggested_sampling=sampling)
 
     @classmethod
-    def from_json(cls, raw: Mapping[str, Any], dtype: torch.dtype, generation_eos: Any = None) -> ModelConfig:
-        """The config for a parsed config.json; `generation_eos` is generation_config.json's eos_token_id."""
+    def from_json(cls, raw: Mapping[str, Any], dtype: torch.dtype) -> ModelConfig:
+        """The config for a parsed config.json."""
         for key, kind in KINDS.items():
             if raw.get(key) is not None and not isinstance(raw[key], kind):
                 raise ValueError(f"{key} must be a {kind.__name__} or null, got {raw[key]!r}")
         family = find_family(raw)
         raw = {**family.config_defaults, **raw}
+        hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
+        num_layers = _size(raw, "num_hidden_layers")
         variant = family.variant(raw)._asdict()
         _refuse_unsupported(raw, variant.pop("sliding_window"))
-        hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
         num_kv_heads = num_heads if raw.get("num_key_value_heads") is None else _size(raw, "num_key_value_heads")
         head_dim = hidden_size // num_heads if raw.get("head_dim") is None else _size(raw, "head_dim")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
-        if isinstance(eps := raw.get("rms_norm_eps", 1e-6), bool) or not isinstance(eps, int | float) or not eps > 0:
+        eps = raw.get("rms_norm_eps", 1e-6)
+        if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
             raise ValueError(f"rms_norm_eps must be a positive number, got {eps!r}")
-        if head_dim % 2:
-            raise ValueError(f"head_dim {head_dim} is odd; rotary embeddings need pairs")
+        if head_dim % 2 or head_dim == 0:
+            raise ValueError(f"head_dim must be a positive even number (rotary embeddings need pairs), got {head_dim}")
         return cls(
             architecture=family.__name__,
             vocab_size=_size(raw, "vocab_size"),
             hidden_size=hidden_size,
             intermediate_size=_size(raw, "intermediate_size"),
-            num_layers=_size(raw, "num_hidden_layers"),
+            num_layers=num_layers,
             num_heads=num_heads,
             num_kv_heads=num_kv_heads,
             head_dim=head_dim,
@@ -130,17 +135,41 @@ class ModelConfig:
             rope=read_rope(raw),
             tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
             dtype=dtype,
-            eos_token_ids=_token_ids(raw.get("eos_token_id") if generation_eos is None else generation_eos),
+            eos_token_ids=_token_ids(raw.get("eos_token_id")),
             **variant,
         )
+
+
+@contextmanager
+def _naming(file: Path) -> Iterator[None]:
+    """A ValueError raised within names the file."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from error
+
+
+def _stored_dtype(directory: Path, raw: Mapping[str, Any]) -> torch.dtype:
+    """What a checkpoint is stored in: config.json's word for it, else the first tensor's dtype."""
+    name = raw.get("dtype") or raw.get("torch_dtype") or "auto"
+    if name == "auto":
+        first, file = min(tensor_files(directory).items())
+        name = read_headers({first: file})[first][1]
+    name = str(name).removeprefix("torch.")
+    if (name := DTYPE_ALIASES.get(name, name)) not in DTYPES:
+        raise ValueError(f"dtype {name!r} is not supported; pass dtype=... to convert it to {', '.join(DTYPES)}")
+    return DTYPES[name]
 
 
 def _refuse_unsupported(raw: Mapping[str, Any], sliding_window: int | None) -> None:
     for key in ("quantization_config", "compression_config"):
         if raw.get(key):
             raise ValueError(f"quantised checkpoints are not supported, use the unquantised model ({key}: {raw[key]})")
-    if sliding_window is not None or "sliding_attention" in (raw.get("layer_types") or ()):
+    others = [kind for kind in raw.get("layer_types") or () if kind != "full_attention"]
+    if sliding_window is not None or "sliding_attention" in others:
         raise ValueError(f"sliding-window attention is not supported (sliding_window: {raw.get('sliding_window')})")
+    if others:
+        raise ValueError(f"layer_types has {others[0]!r}, which is not supported; only 'full_attention' is")
     if raw.get("hidden_act", "silu") not in ("silu", "swish"):
         raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
 
@@ -155,6 +184,6 @@ def _size(raw: Mapping[str, Any], key: str) -> int:
 def _token_ids(eos: Any) -> tuple[int, ...]:
     """Nothing, one id or a list of them -> the ids in order, each once."""
     ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-    if not all(isinstance(token_id, int) for token_id in ids):
+    if not all(type(token_id) is int and token_id >= 0 for token_id in ids):
         raise ValueError(f"eos_token_id must be a token id or a list of them, got {eos!r}")
     return tuple(dict.fromkeys(ids))

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from nanoapc.kernels import Kernels
 from nanoapc.layers import Layer
-from nanoapc.layers.activation import GatedMLP
 from nanoapc.layers.attention import Attention
 from nanoapc.layers.linear import Linear
+from nanoapc.layers.mlp import GatedMLP
 from nanoapc.layers.norm import RMSNorm
 from nanoapc.layers.rotary import cos_sin_table
 

@@ -10,8 +10,8 @@ from nanoapc.models.decoder import CausalLM, Variant
 
 def qwen_sliding_window(raw: Mapping[str, Any]) -> int | None:
     """The window, if any layer uses it: Qwen configs carry one that `use_sliding_window` turns off."""
-    first_layer, num_layers = raw.get("max_window_layers", 28), raw.get("num_hidden_layers", 0)
-    used = raw.get("use_sliding_window") and first_layer < num_layers
+    first_layer = 28 if raw.get("max_window_layers") is None else raw["max_window_layers"]
+    used = raw.get("use_sliding_window") and first_layer < raw["num_hidden_layers"]
     return raw.get("sliding_window", 4096) if used else None
 
 
