@@ -30,7 +30,7 @@ def ref_counts(pool: BlockPool) -> dict[int, int]:
 def fill(pool: BlockPool, parent: Prefix, token: int, step: int = 1) -> Block:
     """Takes the next block and files it as the child of `parent` that holds [token]."""
     (block,) = pool.take(1)
-    pool.put(block, parent, b"%d after " % token + parent.key, encode_tokens([token]), step)
+    pool.put([block], parent, [b"%d after " % token + parent.key], [encode_tokens([token])], step)
     return block
 
 
@@ -190,15 +190,15 @@ def test_colliding_keys_are_told_apart_all_the_way_to_the_root() -> None:
     """[B][C] must not take the C that was computed after A, although A, B and both C have one key."""
     pool = BlockPool(8)
     a, b = pool.take(2)
-    after_a = pool.put(a, pool.root, b"k", encode_tokens([1]), 1)
-    after_b = pool.put(b, pool.root, b"k", encode_tokens([2]), 1)
+    after_a = pool.put([a], pool.root, [b"k"], [encode_tokens([1])], 1)
+    after_b = pool.put([b], pool.root, [b"k"], [encode_tokens([2])], 1)
     (c,) = pool.take(1)
-    a_c = pool.put(c, after_a, b"k", encode_tokens([3]), 1)
+    a_c = pool.put([c], after_a, [b"k"], [encode_tokens([3])], 1)
     assert pool.find(after_a, b"k", encode_tokens([3])) is a_c
     assert pool.find(after_b, b"k", encode_tokens([3])) is None
     assert pool.find(pool.root, b"k", encode_tokens([3])) is None
     (d,) = pool.take(1)
-    b_c = pool.put(d, after_b, b"k", encode_tokens([3]), 1)
+    b_c = pool.put([d], after_b, [b"k"], [encode_tokens([3])], 1)
     assert b_c is not a_c and len(pool.index) == 1
     pool.check_invariants([[a, b, c, d]])
     for block in (c, a, d, b):  # from the chain's middle and its ends
@@ -373,7 +373,7 @@ def test_the_closest_child_is_the_filled_sibling_with_the_longest_common_start(
     for i, sibling in enumerate(siblings):
         is_pending = pending >> i & 1
         (block,) = pool.take(1)
-        pool.put(block, pool.root, bytes(sibling), encode_tokens(sibling), 2 if is_pending else 1)
+        pool.put([block], pool.root, [bytes(sibling)], [encode_tokens(sibling)], 2 if is_pending else 1)
         if not is_pending:
             filled.append(sibling)
     found = pool.closest_child(pool.root, encode_tokens(tokens), step=2)

@@ -112,19 +112,13 @@ class BlockManager:
         if not self.enable_caching or not seq.reads_cache:
             return Match()
         num_tokens = seq.num_tokens
-        shared: list[Block] = []
-        prefix = self.pool.root
-        find = self.pool.find
-        for key, label in zip(seq.keys, seq.labels, strict=True):
-            found = find(prefix, key, label)
-            if found is None or not found.blocks:
-                break
-            shared.append(found.blocks[0])
-            prefix = found
+        chain = self.pool.find_chain(seq.keys, seq.labels)
+        shared = [prefix.blocks[0] for prefix in chain]
         num_cached = len(shared) * self.block_size
         if num_cached >= num_tokens:
             return Match(shared, None, num_tokens - 1)
-        copy = self._sub_block_hit(seq, prefix, len(shared), self.step if step is None else step)
+        parent = chain[-1] if chain else self.pool.root
+        copy = self._sub_block_hit(seq, parent, len(shared), self.step if step is None else step)
         return Match(shared, copy, num_cached + (copy[1] if copy else 0))
 
     def _sub_block_hit(self, seq: Sequence, parent: Prefix, num_shared: int, step: int) -> tuple[Block, int] | None:
@@ -195,10 +189,8 @@ class BlockManager:
         self.extend_keys(seq, tokens[: end * self.block_size])
         first = seq.num_indexed_blocks
         before = seq.blocks[first - 1].prefix if first else self.pool.root
-        put, step = self.pool.put, self.step
-        for i in range(first, end):
-            assert before is not None, "a block before an indexed one has lost its prefix"
-            before = put(seq.blocks[i], before, seq.keys[i], seq.labels[i], step)
+        assert before is not None, "a block before an indexed one has lost its prefix"
+        self.pool.put(seq.blocks[first:end], before, seq.keys[first:end], seq.labels[first:end], self.step)
         if self.events is not None:
             self.events.stored(seq, first, end)
         self._pending.extend(seq.blocks[first:end])

@@ -188,6 +188,21 @@ class BlockPool:
                 return prefix
         return None
 
+    def find_chain(self, keys: list[bytes], labels: list[bytes]) -> list[Prefix]:
+        """The Prefixes of consecutive blocks from the first on, as far as blocks hold them."""
+        chain, parent = [], self.root
+        for key, label in zip(keys, labels, strict=True):
+            for prefix in self.index.get(key, ()):
+                if prefix.parent is parent and prefix.label == label:
+                    break
+            else:
+                break
+            if not prefix.blocks:
+                break
+            chain.append(prefix)
+            parent = prefix
+        return chain
+
     def closest_child(self, parent: Prefix, label: bytes, step: int) -> tuple[Block, int] | None:
         """The cached child of `parent` that agrees with `label` longest, and the number of bytes in common.
 
@@ -259,22 +274,30 @@ class BlockPool:
 
     # -- the index ---------------------------------------------------------------------------------------
 
-    def put(self, block: Block, parent: Prefix, key: bytes, label: bytes, step: int) -> Prefix:
-        """Files a block that is full (or filled in `step`) under its content; returns the interned Prefix."""
-        prefix = self.find(parent, key, label)
-        if prefix is None:
-            prefix = Prefix(parent, label, key)
-            self.index.setdefault(key, []).append(prefix)
-            parent.num_children += 1
-        if not prefix.blocks:
-            if parent.cached:
-                insort_left(parent.cached, prefix, key=_label)
-            else:
-                parent.cached = [prefix]
-        prefix.blocks.append(block)
-        block.prefix = prefix
-        block.filled_step = step
-        return prefix
+    def put(self, blocks: list[Block], parent: Prefix, keys: list[bytes], labels: list[bytes], step: int) -> Prefix:
+        """Files consecutive blocks that are full (or filled in `step`) under their content; returns the last's Prefix.
+
+        parent: the Prefix before the first of them.
+        """
+        for block, key, label in zip(blocks, keys, labels, strict=True):
+            candidates = self.index.get(key)
+            prefix = None if candidates is None else self.find(parent, key, label)
+            if prefix is None:
+                prefix = Prefix(parent, label, key)
+                parent.num_children += 1
+                if candidates is None:
+                    self.index[key] = [prefix]
+                else:
+                    candidates.append(prefix)
+            if not prefix.blocks:
+                if parent.cached:
+                    insort_left(parent.cached, prefix, key=_label)
+                else:
+                    parent.cached = [prefix]
+            prefix.blocks.append(block)
+            block.prefix, block.filled_step = prefix, step
+            parent = prefix
+        return parent
 
     def unindex(self, block: Block) -> None:
         """Takes a block out of the index; its Prefix goes too unless another block or a child keeps it."""

@@ -91,6 +91,8 @@ class Engine:
 
     def _build(self, directory: str, log_events: bool) -> None:
         config, model_config = self.config, self.model_config
+        if self.device.type == "cpu":  # what cannot fit is refused before weights are read
+            count_blocks(config, model_config, self.dtype, self.max_model_len, None)
         kernels = select_kernels(self.device, config.deterministic)
         self._digest = WeightsDigest() if config.prefix_cache_file else None
         model = load_model(

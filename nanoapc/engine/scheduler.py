@@ -189,8 +189,8 @@ class Scheduler:
             filled = np.flatnonzero(num_filled)
             running = table.admission[rows[filled]] != table.NEVER  # not preempted meanwhile
             filled = filled[running & (table.tokens[rows[filled], ends[filled] - 1] >= 0)]
-            for i in filled.tolist():
-                self.manager.index_blocks(sequences[i], table.tokens[rows[i]], int(ends[i]))
+            for i, row, end in zip(filled.tolist(), rows[filled].tolist(), ends[filled].tolist(), strict=True):
+                self.manager.index_blocks(sequences[i], table.tokens[row], end)
 
     def _grow_or_preempt(self) -> None:
         """Blocks for everyone, oldest first, at the cost of the newest."""

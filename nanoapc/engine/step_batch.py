@@ -90,9 +90,13 @@ def build_step_batch(
     counts = table.num_scheduled_tokens[table_rows]
     starts = table.num_computed_tokens[table_rows]
     ends = starts + counts
-    row_of = np.repeat(table_rows, counts)
-    last_rows = np.cumsum(counts) - 1
-    positions = np.repeat(starts, counts) + places(counts)
+    if int(counts.max()) == 1:  # decode, which nothing may slow down
+        row_of, positions = table_rows, starts
+        last_rows = np.arange(len(counts))
+    else:
+        row_of = np.repeat(table_rows, counts)
+        last_rows = np.cumsum(counts) - 1
+        positions = np.repeat(starts, counts) + places(counts)
     block_ids = table.block_table[row_of, positions // block_size].astype(np.int64)
     slots = block_ids * block_size + positions % block_size
     slots[positions < table.first_writable[row_of]] = -1
@@ -100,7 +104,9 @@ def build_step_batch(
     width = -(-int(ends.max()) // block_size)
     prompts = table.num_prompt_tokens[table_rows]
     num_decodes = int(np.count_nonzero((counts == 1) & (starts >= prompts)))
-    num_prompt_rows = int(np.maximum(np.minimum(ends, prompts) - starts, 0).sum())
+    num_prompt_rows = 0
+    if num_decodes < len(counts):
+        num_prompt_rows = int(np.maximum(np.minimum(ends, prompts) - starts, 0).sum())
     return StepBatch(
         table_rows=table_rows,
         admissions=table.admission[table_rows],
