@@ -26,7 +26,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanoapc.batch_format import RequestLine, RequestReader, encode_line, error_line, is_named, result_line
-from nanoapc.batch_journal import Journal, output_files
+from nanoapc.batch_journal import Journal, OutputLost, output_files
 from nanoapc.batch_plan import BatchPlan, count_forest
 from nanoapc.config import FILES, EngineConfig
 from nanoapc.engine.engine import make_inputs
@@ -135,6 +135,8 @@ def run_batch(
         raise ValueError("ray_workers needs a model's name instead of an LLM: each worker makes its own")
     if ray_workers is not None and engine_options.get("prefix_cache_file"):
         raise ValueError("prefix_cache_file is for one process; leave it out where ray_workers make an LLM each")
+    if ray_workers is not None:
+        from nanoapc.ray import answer_on_workers  # now: Ray may be missing
     paths = [os.fspath(path) for path in (input_path, output_path, error_file) if path is not None]
     options = vars(llm.engine.config) if isinstance(llm, LLM) else engine_options
     _check_paths(paths, [os.fspath(file) for file in map(options.get, FILES) if isinstance(file, str | os.PathLike)])
@@ -150,8 +152,6 @@ def run_batch(
             raise ValueError(f"{paths[1]} has results that are not in input order; continue it without ordered")
         answer_lines: Callable[[Iterable[Line], Emit], None] | None = None
         if plan.num_left and ray_workers is not None:
-            from nanoapc.ray import answer_on_workers
-
             EngineConfig.from_arguments(model, **engine_options)  # a bad option is found here, not in a worker
             answer_lines = partial(answer_on_workers, model, engine_options, names, ray_workers, plan.num_left)
         elif plan.num_left:
@@ -205,8 +205,8 @@ def _groups(lines: Iterable[Line]) -> Iterator[list[Line]]:
 def _check_paths(paths: Sequence[str], engine_files: Sequence[str]) -> None:
     """Refuses outputs that are the input, each other or a file of the engine (links are followed), or whose folder is
     not there. What a run makes beside an output counts as the output."""
-    if "" in paths[1:]:
-        raise ValueError("the name of the output or of the error file is empty; give a file, or - for standard output")
+    if any(not os.path.basename(path) for path in paths[1:]):
+        raise ValueError("output or error file is no name of a file; give one, or - for standard output")
     if paths[1:].count("-") > 1:
         raise ValueError("output and error file are both standard output; give one of them a file")
     outputs = [Path(path) for path in paths[1:] if path != "-"]
@@ -296,6 +296,8 @@ def _writer(
 
         try:
             yield emit
+        except OutputLost as error:
+            raise BatchStopped(str(error)) from error
         except Exception as error:
             finished = f"{summary.done + summary.failed} of {summary.total} lines are finished"
             message = f"{type(error).__name__}: {error}. {finished}; the same command goes on from there"

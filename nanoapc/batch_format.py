@@ -117,15 +117,19 @@ def parse_line(number: int, data: bytes) -> RequestLine:
 
 
 def _parse(data: bytes, line: RequestLine) -> None:
-    fields = _json_object(data, f"line {line.number}")
+    twice: list[str] = []
+    fields = _json_object(data, f"line {line.number}", twice)
+    doubled = f"line {line.number} has the key {_short(twice[0])} twice in one object; keep one" if twice else ""
     custom_id = fields.get("custom_id")
-    if not isinstance(custom_id, str) or not custom_id:
+    if "custom_id" in twice or not isinstance(custom_id, str) or not custom_id:
         message = f"line {line.number} has custom_id {_short(custom_id)}; it must be a non-empty text"
-        raise LineError(message, "custom_id")
+        raise LineError(doubled or message, "custom_id")
     line.custom_id = custom_id
     beside = {name: fields[name] for name in fields.keys() - MAY_STAND_BESIDE_BODY if fields[name] is not None}
-    asked = [*(fields.get(name) for name in ENVELOPE), *([beside] if beside else [])]
+    asked = [*(fields.get(name) for name in ENVELOPE), *([beside] if beside else []), *twice]
     line.digest = _digest(json.dumps(asked, sort_keys=True).encode())
+    if twice:
+        raise LineError(doubled, twice[0])
     _check_envelope(fields)
     for name, value in sorted(beside.items()):
         raise LineError(f"{name}={_short(value)} stands beside body; put it into body, or leave it out", name)
@@ -133,14 +137,19 @@ def _parse(data: bytes, line: RequestLine) -> None:
     line.body = {name: value for name, value in fields["body"].items() if value is not None}
 
 
-def _json_object(data: bytes, where: str) -> dict[str, Any]:
+def _json_object(data: bytes, where: str, twice: list[str]) -> dict[str, Any]:
+    """The object on a line; `twice` gets the keys that stand more than once in one object (the last value counts)."""
+
+    def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            twice.append(Counter(name for name, _ in pairs).most_common(1)[0][0])
+        return found
+
     if len(data) > MAX_LINE_BYTES:
         raise LineError(f"{where} is longer than {MAX_LINE_BYTES >> 20} MiB")
     try:
-        value = DECODER.decode(data.decode().removeprefix("\ufeff"))
-    except KeyError as error:
-        name = error.args[0]
-        raise LineError(f"{where} has the key {_short(name)} twice in one object; keep one of them", name) from None
+        value = json.loads(data.decode().removeprefix("\ufeff"), object_pairs_hook=as_dict)
     except ValueError as error:
         kind = "UTF-8" if isinstance(error, UnicodeDecodeError) else "JSON"
         hint = "; a line must end with LF or CRLF, not with CR alone" if b"\r" in data.strip() else ""
@@ -148,17 +157,6 @@ def _json_object(data: bytes, where: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise LineError(f"{where} is {_short(value)}; it must be an object")
     return value
-
-
-def _no_key_twice(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """The object of these pairs; KeyError: of two values of one key Python's json would drop the first."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise KeyError(Counter(name for name, _ in pairs).most_common(1)[0][0])
-    return found
-
-
-DECODER = json.JSONDecoder(object_pairs_hook=_no_key_twice)
 
 
 def _check_envelope(fields: Mapping[str, Any]) -> None:

@@ -31,6 +31,10 @@ HEAD = b'{"id": "batch_req_'
 """How every result line begins."""
 
 
+class OutputLost(OSError):
+    """Somebody has removed, replaced or cut the results file while a run wrote to it."""
+
+
 class Journal:
     """One results file, open and locked; path "-" is standard output. A pipe or a device is only written to.
 
@@ -79,7 +83,7 @@ class Journal:
             self.write(b"\n")
 
     def write(self, line: bytes) -> None:
-        """Appends one line (with its newline). OSError: it is not there, not even in part; or see `sync`."""
+        """Appends one line (with its newline). OSError: it is not there, not even in part. OutputLost: see `sync`."""
         rest = memoryview(line)
         try:
             while rest:
@@ -92,11 +96,11 @@ class Journal:
             self.sync()
 
     def sync(self) -> None:
-        """From here on, what has been written survives a power failure. OSError: it is lost already."""
+        """From here on, what has been written survives a power failure. OutputLost: it does not even now."""
         if not self._is_stream:
             if not self._is_in_place():
-                what = "was removed, replaced or cut while the run wrote to it; its results are lost"
-                raise OSError(f"{self.path} {what}")
+                what = "was removed, replaced or cut while the run wrote to it, so results are lost"
+                raise OutputLost(f"{self.path} {what}; remove what is left of it, and run the command again")
             os.fsync(self._file.fileno())
             _sync_folder(self.path)
         self._next_sync = time.monotonic() + SYNC_SECONDS
@@ -141,9 +145,9 @@ def output_files(path: str | Path) -> tuple[Path, Path, Path]:
 @contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """Holds a lock file, which is locked until the process ends, however it ends."""
+    if path.exists() and (not path.is_file() or path.stat().st_size):
+        raise ValueError(f"{path} is no lock file, it holds something; rename it, or choose another output")
     with open(path, "ab") as file:
-        if os.fstat(file.fileno()).st_size:
-            raise ValueError(f"{path} is no lock file, it holds something; rename it, or choose another output")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             is_ours = os.path.samestat(os.fstat(file.fileno()), os.stat(path))  # else its owner has just removed it

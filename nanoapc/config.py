@@ -144,7 +144,7 @@ class EngineConfig:
             value = getattr(self, name)
             if value is None:
                 continue
-            if not isinstance(value, str) or not value:
+            if not isinstance(value, str) or not value or "\0" in value:
                 raise ValueError(f"{name} must be the name of a file or None, not {value!r}")
             if (other := users.setdefault(os.path.realpath(value), name)) != name:
                 raise ValueError(f"{name} and {other} are the same file {value!r}; give each its own")

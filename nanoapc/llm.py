@@ -75,6 +75,7 @@ class LLM:
         self.inputs = self.engine.inputs
         self._lock = FairLock()
         weakref.finalize(self, _close, self.engine, self._lock)  # files are written, also without `close`
+        self._close_wanted = False
         self._calls: list[_Call] = []
         self._steps = _Call()
 
@@ -296,6 +297,8 @@ class LLM:
     def _step(self, caller: _Call) -> None:
         """One step for everybody, run by `caller` (the lock is held)."""
         self._drop_left()
+        if self._close_wanted:
+            self.engine.close()
         if caller.error is not None:
             error, caller.error = caller.error, None
             self._check_open()
@@ -386,9 +389,14 @@ class LLM:
             self.engine.load_weights(tensors)
 
     def close(self) -> None:
-        """Drops unfinished requests and gives model and KV cache back; a second call does nothing."""
-        _close(self.engine, self._lock)
+        """Drops unfinished requests and gives model and KV cache back; a second call does nothing.
+
+        In the middle of a step (in a signal's handler) it takes effect after the step.
+        """
         self._steps.pending.clear()
+        self._close_wanted = self._lock.is_mine
+        if not self._close_wanted:
+            _close(self.engine, self._lock)
 
     def _check_open(self) -> None:
         if self.engine.dead is not None:

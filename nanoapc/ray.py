@@ -16,9 +16,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import pyarrow  # type: ignore[import-not-found]
-import ray
-import ray.data
+
+try:
+    import pyarrow  # type: ignore[import-not-found]
+    import ray
+    import ray.data
+except ImportError as error:
+    raise ImportError(f"several machines need Ray ({error}): pip install 'nanoapc[ray]'") from None
 
 from nanoapc.batch_file import Emit, Line, answer
 from nanoapc.batch_format import encode_line

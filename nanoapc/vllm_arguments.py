@@ -69,6 +69,7 @@ NOTHING = {
 
 def changes_nothing(name: str, value: Any) -> bool:
     """Whether it is an argument of vLLM that may be dropped; ValueError for one that would be missed."""
-    if name in UNSUPPORTED and value and value not in ("auto", NOTHING.get(name)):
+    is_plain = value is None or isinstance(value, bool | int | float | str | list | tuple | dict)
+    if name in UNSUPPORTED and not (is_plain and (not value or value in ("auto", NOTHING.get(name)))):
         raise ValueError(f"{name}={value!r} is not supported (only {NOTHING.get(name)!r} is); {UNSUPPORTED[name]}")
     return name in NO_EFFECT or name in UNSUPPORTED

@@ -432,7 +432,7 @@ def test_a_key_that_stands_twice_is_named(tmp_path: Path, llm: LLM, old: str, ne
     """Of two values Python's json takes the last one and drops the other."""
     line = json.dumps(chat("bad")).replace(old, new, 1)
     results, summary = run(tmp_path, llm, [completion("good"), line.encode()])
-    error = error_of(by_id(results)[None])
+    error = error_of(by_id(results)[None if key == "custom_id" else "bad"])
     assert error["param"] == key and f"line 2 has the key '{key}' twice" in error["message"]
     assert (summary.done, summary.failed) == (1, 1)
 

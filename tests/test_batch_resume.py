@@ -324,6 +324,10 @@ def test_a_file_that_only_has_the_name_of_a_lock_is_left_alone(
     tmp_path: Path, source: Path, llm: LLM, suffix: str
 ) -> None:
     target, lock = tmp_path / f"out.jsonl{suffix}", tmp_path / f"out.jsonl{suffix}.lock"
+    os.mkfifo(lock)
+    with pytest.raises(ValueError, match=r"out.jsonl.*lock is no lock file"):
+        run_batch(source, target, llm, quiet=True)
+    lock.unlink()
     lock.write_text("my notes")
     with pytest.raises(ValueError, match=r"out.jsonl.*lock is no lock file, it holds something"):
         run_batch(source, target, llm)

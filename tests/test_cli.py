@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import io
 import json
 import os
@@ -79,8 +80,9 @@ def test_exit_codes(
         (["-i", "{tmp}/none.jsonl", "--dry-run"], "error: there is no file '{tmp}/none.jsonl'"),
         (["-i", "", "-o", "{tmp}/out"], "error: there is no file ''"),
         (["-i", "{tmp}", "-o", "{tmp}/out"], "error: {tmp} cannot be read: Is a directory"),
-        (["-o", ""], "error: the name of the output or of the error file is empty"),
-        (["-o", "{tmp}/out", "--error-file", ""], "error: the name of the output or of the error file is empty"),
+        (["-o", ""], "error: output or error file is no name of a file"),
+        (["-o", "{tmp}/out/"], "error: output or error file is no name of a file"),
+        (["-o", "{tmp}/out", "--error-file", ""], "error: output or error file is no name of a file"),
     ],
 )
 def test_a_file_that_cannot_be_is_named(
@@ -191,3 +193,11 @@ def test_a_signal_shows_in_the_exit_code(monkeypatch: pytest.MonkeyPatch, capfd:
     monkeypatch.setattr(nanoapc.cli, "run_batch", stopped)
     assert main("-i", "x", "-o", "y", "--model", "m") == 143
     assert "stopped by SIGTERM" in capfd.readouterr().err
+
+
+@pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="Ray may be there")
+def test_ray_that_is_missing_is_named_before_the_input_is_read(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main("-i", tmp_path / "none", "-o", tmp_path / "out", "--model", "m", "--ray", "2") == 2
+    assert "pip install 'nanoapc[ray]'" in capfd.readouterr().err

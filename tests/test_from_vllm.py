@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from conftest import MakeLLM
@@ -88,6 +89,11 @@ class TestArguments:
     def test_those_that_would_be_missed_are_refused_with_a_remedy(self, name: str, value: Any, remedy: str) -> None:
         with pytest.raises(ValueError, match=re.escape(f"{name}={value!r} is not supported (only ") + f".*{remedy}"):
             EngineConfig.from_arguments("m", **{name: value})
+
+    def test_values_that_are_neither_true_nor_false_are_refused_all_the_same(self) -> None:
+        for name in ("logits_processors", "hf_overrides"):
+            with pytest.raises(ValueError, match=f"{name}=array.* is not supported"):
+                EngineConfig.from_arguments("m", **{name: np.zeros(3)})
 
     def test_no_argument_is_known_twice(self) -> None:
         own = {field.name for field in dataclasses.fields(EngineConfig)}

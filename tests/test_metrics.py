@@ -228,7 +228,7 @@ class TestPrometheus:
         assert "the metrics file cannot be written" in caplog.text
 
     @pytest.mark.parametrize("name", ["metrics_file", "trace"])
-    @pytest.mark.parametrize("value", ["", 3])
+    @pytest.mark.parametrize("value", ["", "x\0y", 3])
     def test_a_bad_name_is_refused(self, name: str, value: Any, make_llm: MakeLLM) -> None:
         with pytest.raises(ValueError, match=f"{name} must be the name of a file"):
             make_llm(**{name: value})

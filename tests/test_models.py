@@ -280,6 +280,9 @@ class TestRefusals:
             ("llama", {"tie_word_embeddings": "false"}, "tie_word_embeddings must be a bool or null, got 'false'"),
             ("llama", {"attention_bias": "false"}, "attention_bias must be a bool or null, got 'false'"),
             ("llama", {"mlp_bias": 1}, "mlp_bias must be a bool or null, got 1"),
+            ("qwen2", {"max_window_layers": True}, "max_window_layers must be a int or null, got True"),
+            ("llama", {"rope_parameters": {"rope_type": ["default"]}}, "rope_type must be a text"),
+            ("llama", {"rope_scaling": {"type": {"a": 1}}}, "rope_type must be a text"),
             ("qwen3", {"use_sliding_window": "false"}, "use_sliding_window must be a bool or null, got 'false'"),
             ("qwen2", {"use_sliding_window": True, "max_window_layers": "2"}, "max_window_layers must be a int.*'2'"),
             ("qwen2", {"use_sliding_window": True, "num_hidden_layers": "2"}, "num_hidden_layers must be a positive"),
@@ -331,7 +334,7 @@ class TestRefusals:
     def test_a_model_of_too_many_positions_says_what_to_pass(self, tmp_path: Path, make_llm: MakeLLM) -> None:
         make_tiny_model(tmp_path)
         edit_json(tmp_path / "config.json", max_position_embeddings=10**9)
-        with pytest.raises(ValueError, match=r"max_model_len=1000000000 .*pass a smaller max_model_len"):
+        with pytest.raises(ValueError, match=r"max_model_len=1000000000 needs .*lower max_model_len"):
             make_llm(tmp_path, max_model_len=None)
         assert make_llm(tmp_path, max_model_len=64).engine.max_model_len == 64
 

@@ -225,6 +225,47 @@ class TestTheEndOfTheProgram:
         assert output.outputs[0].logprobs == expected.outputs[0].logprobs
 
 
+class TestTheMiddleOfAStep:
+    """Where a signal's handler runs."""
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    @pytest.mark.parametrize("place", ["schedule", "launch", "settle"])
+    @pytest.mark.parametrize("act", [LLM.close, LLM.save_prefix_cache])
+    def test_saves_only_what_is_computed(
+        self,
+        act: Callable[[LLM], object],
+        place: str,
+        overlap: bool,
+        file: Path,
+        make_llm: MakeLLM,
+        cache_off: LLM,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        llm = make_llm(prefix_cache_file=file, async_scheduling=overlap)
+        run(llm, [P[:4]], max_tokens=1)
+        part = llm.engine.runner if place == "launch" else llm.engine.scheduler
+        method, done = getattr(part, place), []
+
+        def interrupted(*arguments: object) -> object:
+            result = method(*arguments) if place == "schedule" else None
+            if not done:
+                done.append(act(llm))
+                shutil.copy(file, file.with_suffix(".then")) if file.exists() else None
+            return result if place == "schedule" else method(*arguments)
+
+        monkeypatch.setattr(part, place, interrupted)
+        if act is LLM.close:
+            with pytest.raises(RuntimeError, match="this LLM is closed"):
+                run(llm, [P])
+        else:
+            run(llm, [P])
+            shutil.copy(file.with_suffix(".then"), file)
+        (output,) = run(make_llm(prefix_cache_file=file), [P], logprobs=3)
+        (expected,) = run(cache_off, [P], logprobs=3)
+        assert output.outputs[0].logprobs == expected.outputs[0].logprobs
+        assert output.num_cached_tokens >= 4
+
+
 class TestAWrongFile:
     @pytest.fixture
     def good(self, file: Path, make_llm: MakeLLM) -> Path:

@@ -67,6 +67,7 @@ class Engine:
         dead: None, or why the engine cannot run any more.
     """
 
+    _in_step = False
     _at_device = False  # while a step is launched or waited for: what fails then leaves scheduler and pool whole
 
     def __init__(self, config: EngineConfig):
@@ -200,6 +201,7 @@ class Engine:
         """Runs one step; returns the requests that it has finished. Nothing waits or runs: an empty list."""
         if self.dead is not None:
             raise RuntimeError(self.dead)
+        self._in_step = True
         try:
             step = self._in_flight or self._launch()
             if step is None:
@@ -213,6 +215,8 @@ class Engine:
             self.scheduler.step_failed(host_is_whole=self._at_device)
             self._at_device = False
             raise
+        finally:
+            self._in_step = False
         # A request appears once, with its last sequence.
         return list({id(seq.request): seq.request for seq in ended if seq.request.finished}.values())
 
@@ -275,8 +279,9 @@ class Engine:
         """Writes the cached prefixes to prefix_cache_file; returns the number of blocks."""
         if self.store is None:
             raise ValueError("there is no file to save the prefix cache to; name it: LLM(..., prefix_cache_file=...)")
-        # What a step in flight fills is there only if it goes well.
-        return self.store.save(self.manager.step + (self._in_flight is None))
+        # What a step fills is there once it has been settled. (A signal's handler may come in the middle of one.)
+        num_unsettled = (self._in_flight is not None) + self._in_step
+        return self.store.save(self.manager.step + 1 - num_unsettled)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """New weights under the checkpoint's names; cached K/V of the old ones is forgotten."""

@@ -43,6 +43,8 @@ def read_rope(raw: Mapping[str, Any]) -> dict[str, Any]:
     rope = {"rope_theta": raw.get("rope_theta", 10000.0)}
     rope |= {key: value for key, value in given.items() if value is not None and (value or key not in OPTIONAL)}
     rope_type = rope["rope_type"] = rope.get("rope_type") or rope.pop("type", None) or "default"
+    if not isinstance(rope_type, str):
+        raise ValueError(f"rope_type must be a text, got {rope_type!r}")
     if any(isinstance(value, Mapping) for value in rope.values()):
         raise ValueError(f"rope parameters for each layer type are not supported: {rope}")
     if rope_type not in REQUIRED:

@@ -104,7 +104,7 @@ class ModelConfig:
     def from_json(cls, raw: Mapping[str, Any], dtype: torch.dtype) -> ModelConfig:
         """The config for a parsed config.json."""
         for key, kind in KINDS.items():
-            if raw.get(key) is not None and not isinstance(raw[key], kind):
+            if raw.get(key) is not None and type(raw[key]) is not kind:
                 raise ValueError(f"{key} must be a {kind.__name__} or null, got {raw[key]!r}")
         family = find_family(raw)
         raw = {**family.config_defaults, **raw}
