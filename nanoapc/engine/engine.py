@@ -67,7 +67,7 @@ class Engine:
         dead: None, or why the engine cannot run any more.
     """
 
-    _in_step = False
+    _in_step = False  # while `step` runs
     _at_device = False  # while a step is launched or waited for: what fails then leaves scheduler and pool whole
 
     def __init__(self, config: EngineConfig):
