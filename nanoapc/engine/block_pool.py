@@ -190,18 +190,14 @@ class BlockPool:
 
     def find_chain(self, keys: list[bytes], labels: list[bytes]) -> list[Prefix]:
         """The Prefixes of consecutive blocks from the first on, as far as blocks hold them."""
-        chain, parent = [], self.root
+        found, parent = [], self.root
         for key, label in zip(keys, labels, strict=True):
-            for prefix in self.index.get(key, ()):
-                if prefix.parent is parent and prefix.label == label:
-                    break
-            else:
+            prefix = self.find(parent, key, label)
+            if prefix is None or not prefix.blocks:
                 break
-            if not prefix.blocks:
-                break
-            chain.append(prefix)
+            found.append(prefix)
             parent = prefix
-        return chain
+        return found
 
     def closest_child(self, parent: Prefix, label: bytes, step: int) -> tuple[Block, int] | None:
         """The cached child of `parent` that agrees with `label` longest, and the number of bytes in common.

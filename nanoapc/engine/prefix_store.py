@@ -177,9 +177,10 @@ class PrefixStore:
         first = 0
         for rows in groups((block.block_id for block in blocks), self._rows_at_once):
             end = first + len(rows)
-            if not np.array_equal(_hashes_of_rows(kv[first:end]), hashes.numpy()[first:end]):
+            read = kv[first:end]
+            if not np.array_equal(_hashes_of_rows(read), hashes.numpy()[first:end]):
                 raise SafetensorError("it is damaged")
-            self.kv_memory[rows] = kv[first:end].to(self.kv_memory.device)
+            self.kv_memory[rows] = read.to(self.kv_memory.device)
             first = end
         self.manager.begin_step()  # what was to be filled is
         for seq in reversed(sequences):  # so that the most recently used are evicted last
