@@ -60,6 +60,7 @@ def make_plan(
     return AttentionPlan(
         torch.from_numpy(tiles.copy()),
         torch.from_numpy(positions),
+        torch.full((len(positions),), -1),
         torch.from_numpy(padded),
         tiles,
         level_starts,

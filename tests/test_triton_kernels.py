@@ -194,7 +194,8 @@ def test_work_of_fixed_capacity_takes_other_plans_until_they_do_not_fit() -> Non
         tables = np.arange(len(starts) * 100, dtype=np.int32).reshape(len(starts), 100)
         return planner.tiles(tables, np.array(starts), np.ones(len(starts), np.int64))[0]
 
-    plan = AttentionPlan(torch.zeros(0), torch.zeros(4, dtype=torch.int64), torch.zeros(0), tiles(9, 600, 5, 5), [])
+    rows = torch.zeros(4, dtype=torch.int64)
+    plan = AttentionPlan(torch.zeros(0), rows, rows, torch.zeros(0), tiles(9, 600, 5, 5), [])
     work = AttentionWork.build(plan, TileCutter(2, 128, 1e9), (8, 1, 3, 6))
     items, _, first_part, merged = (part.clone() for part in work.buffer.split([64, 8, 5, 3]))
     assert items.view(8, 8)[:, 1].tolist() == [1, 1, 1, 1, 1, 1, 0, 0]  # rows of each item; 0: place not used

@@ -121,7 +121,8 @@ def one_sequence_plan(block_table: Sequence[int], start: int, count: int, block_
     tables = np.array([block_table], np.int32)
     tiles, level_starts = AttentionPlanner(block_size).tiles(tables, np.array([start]), np.array([count]))
     positions = torch.arange(start, start + count)
-    return AttentionPlan(torch.from_numpy(tiles), positions, torch.from_numpy(tables), tiles, level_starts)
+    slots = torch.tensor(block_table)[positions // block_size] * block_size + positions % block_size
+    return AttentionPlan(torch.from_numpy(tiles), positions, slots, torch.from_numpy(tables), tiles, level_starts)
 
 
 @torch.inference_mode()
@@ -140,10 +141,7 @@ def forward_logits(
     table = list(range(2 * num_blocks - 1, 0, -2))
     ids, logits, start = torch.tensor(token_ids), [], 0
     for count in chunks:
-        positions = torch.arange(start, start + count)
-        slots = torch.tensor(table)[positions // block_size] * block_size + positions % block_size
-        plan = one_sequence_plan(table, start, count, block_size)
-        hidden = model(ids[start : start + count], positions, kv_memory, slots, plan)
+        hidden = model(ids[start : start + count], kv_memory, one_sequence_plan(table, start, count, block_size))
         logits.append(model.compute_logits(hidden))
         start += count
     return torch.cat(logits)

@@ -109,7 +109,8 @@ class Step:
         tables, starts, counts = self.tables[chosen], self.starts[chosen], self.counts[chosen]
         tiles, levels = AttentionPlanner(BLOCK_SIZE, 1 << 20, share=share).tiles(tables, starts, counts)
         positions = np.concatenate([np.arange(s, s + c) for s, c in zip(starts, counts, strict=True)])
-        arrays = (torch.from_numpy(a).to(self.check.device) for a in (tiles.copy(), positions, tables.copy()))
+        host = (tiles.copy(), positions, np.full_like(positions, -1), tables.copy())
+        arrays = (torch.from_numpy(array).to(self.check.device) for array in host)
         return AttentionPlan(*arrays, tiles, levels)
 
     def run(self, kernels: Kernels, plan: AttentionPlan, rows: slice = slice(None)) -> Tensor:

@@ -44,6 +44,7 @@ class AttentionPlan:
 
     tiles         [num_tiles, 6] int32: row_start, num_rows, table, kv_start, kv_end, level; sorted by level
     positions     [T] int64: a row sees the KV positions 0 .. positions[row] of its own sequence
+    slots         [T] int64: where its own K/V goes, block_id * B + offset; -1 writes nothing
     block_tables  [num_sequences, max_blocks] int32: position t lives in block block_tables[table, t // B]
     host_tiles    the numpy twin of `tiles`
     level_starts  level i is host_tiles[level_starts[i]:level_starts[i + 1]]; its tiles have disjoint rows
@@ -52,6 +53,7 @@ class AttentionPlan:
 
     tiles: torch.Tensor
     positions: torch.Tensor
+    slots: torch.Tensor
     block_tables: torch.Tensor
     host_tiles: np.ndarray
     level_starts: list[int]

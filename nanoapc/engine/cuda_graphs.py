@@ -30,8 +30,8 @@ from nanoapc.engine.step_batch import StepBatch
 from nanoapc.kernels import FixedWork, FixedWorkKernels
 from nanoapc.models.config import ModelConfig
 
-Forward = Callable[[Tensor, Tensor, Tensor, AttentionPlan], Tensor]
-"""token_ids, positions, slots [R], plan -> hidden [R, h]."""
+Forward = Callable[[Tensor, AttentionPlan], Tensor]
+"""token_ids [R], plan -> hidden [R, h]."""
 
 GRAPH_BYTES = 4 * 2**20
 """What the driver and the allocator keep for a graph, roughly, besides the shared pool."""
@@ -138,12 +138,12 @@ class DecodeGraphs:
     def _capture(self, num_rows: int, capacity: tuple[int, ...]) -> Graph:
         host_tiles = np.array([[0, 1, 0, 0, 1, 0]], np.int32)  # one row that sees one position
         tiles = torch.from_numpy(host_tiles).to(self.rows.device)
-        plan = AttentionPlan(tiles, self.rows[1, :num_rows], self.block_tables, host_tiles, [0, 1])
+        token_ids, positions, slots = self.rows[:, :num_rows]
+        plan = AttentionPlan(tiles, positions, slots, self.block_tables, host_tiles, [0, 1])
         plan = replace(plan, work=self.kernels.prepare(self.query[:num_rows], self.kv_cache, plan, capacity))
 
         def run() -> None:
-            hidden = self.forward(self.rows[0, :num_rows], self.rows[1, :num_rows], self.rows[2, :num_rows], plan)
-            self.hidden[:num_rows].copy_(hidden)
+            self.hidden[:num_rows].copy_(self.forward(token_ids, plan))
 
         graph = Graph(num_rows, plan.work, self.backend.capture(run, new_pool=not self._num_captured))
         self._num_captured += 1

@@ -148,10 +148,10 @@ class ModelRunner:
             arrays = [batch.token_ids, batch.positions, batch.slots, batch.block_tables, tiles]
             sample_rows, draw_positions, *inputs = self.transfer.send([*draws, *arrays])
             token_ids, positions, slots, block_tables, sent_tiles = inputs
-            plan = AttentionPlan(sent_tiles, positions, block_tables, tiles, level_starts)
+            plan = AttentionPlan(sent_tiles, positions, slots, block_tables, tiles, level_starts)
             if (batch.token_ids < 0).any():
                 token_ids = self._known(token_ids)
-            hidden = self.model(token_ids, positions, self.kv_memory, slots, plan)
+            hidden = self.model(token_ids, self.kv_memory, plan)
         prompt_scores = self._score_prompts(batch, hidden)
         rows, sampled = None, None
         if len(batch.samples):
@@ -165,9 +165,9 @@ class ModelRunner:
         (sampled, prompt_scores), arrived = self.transfer.fetch((sampled, prompt_scores))
         return InFlight(batch, tiles, rows, sampled, prompt_scores, arrived)
 
-    def forward(self, token_ids: Tensor, positions: Tensor, slots: Tensor, plan: AttentionPlan) -> Tensor:
+    def forward(self, token_ids: Tensor, plan: AttentionPlan) -> Tensor:
         """A step's hidden states [T, h], as graphs capture it; token_ids may take the tokens of the step before."""
-        return self.model(self._known(token_ids), positions, self.kv_memory, slots, plan)
+        return self.model(self._known(token_ids), self.kv_memory, plan)
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """[T] with the tokens of the step before put in, see above."""

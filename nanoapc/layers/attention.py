@@ -38,19 +38,11 @@ class Attention(Layer):
         self.scale = config.head_dim**-0.5
         self.kernels = kernels
 
-    def forward(
-        self,
-        x: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        kv_cache: Tensor,
-        slots: Tensor,
-        plan: AttentionPlan,
-    ) -> Tensor:
-        """x [T, hidden_size] -> the same; writes this layer's kv_cache [NB, 2, Hkv, B, D] at `slots` [T]."""
+    def forward(self, x: Tensor, cos_sin: Tensor, kv_cache: Tensor, plan: AttentionPlan) -> Tensor:
+        """x [T, hidden_size] -> the same; writes this layer's kv_cache [NB, 2, Hkv, B, D] at `plan.slots`."""
         qkv = self.qkv_proj(x)  # [T, (H + 2 * Hkv) * D]
         q_norm = None if self.q_norm is None else self.q_norm.weight
         k_norm = None if self.k_norm is None else self.k_norm.weight
-        q = self.kernels.rope_and_store(qkv, positions, cos_sin, q_norm, k_norm, self.eps, kv_cache, slots)
+        q = self.kernels.rope_and_store(qkv, plan.positions, cos_sin, q_norm, k_norm, self.eps, kv_cache, plan.slots)
         out = self.kernels.attention(q, kv_cache, plan, self.scale)  # [T, H, D]
         return self.o_proj(out.flatten(1))

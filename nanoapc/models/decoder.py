@@ -4,7 +4,7 @@
                                      |                 |
                             kv_memory[:, 0]   kv_memory[:, L-1]         hidden [n, .] -> head -> logits [n, V]
 
-A row is one token of one sequence; which rows belong together is told by `positions`, `slots` and `plan`.
+A row is one token of one sequence; where it stands and what it attends to is told by `plan`.
 Letters of shapes: see `kernels/__init__.py`.
 Invariant: there is no state but the weights and the KV memory that the caller passes in; families differ in
 data (`ModelConfig`), not in code.
@@ -45,15 +45,13 @@ class DecoderLayer(Layer):
         self,
         hidden: Tensor,
         residual: Tensor | None,
-        positions: Tensor,
         cos_sin: Tensor,
         kv_cache: Tensor,
-        slots: Tensor,
         plan: AttentionPlan,
     ) -> tuple[Tensor, Tensor]:
         """hidden [T, hidden_size] is what is to be added to `residual` (None: the stream starts here)."""
         hidden, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(hidden, positions, cos_sin, kv_cache, slots, plan)
+        hidden = self.self_attn(hidden, cos_sin, kv_cache, plan)
         hidden, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(hidden), residual
 
@@ -67,19 +65,11 @@ class Decoder(Layer):
         self.layers = nn.ModuleList(DecoderLayer(config, kernels) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
 
-    def forward(
-        self,
-        token_ids: Tensor,
-        positions: Tensor,
-        cos_sin: Tensor,
-        kv_memory: Tensor,
-        slots: Tensor,
-        plan: AttentionPlan,
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, cos_sin: Tensor, kv_memory: Tensor, plan: AttentionPlan) -> Tensor:
         """See CausalLM.forward; cos_sin [max_len, D] float32."""
         hidden, residual = self.embed_tokens(token_ids), None
         for layer, kv_cache in zip(self.layers, kv_memory.unbind(1), strict=True):
-            hidden, residual = layer(hidden, residual, positions, cos_sin, kv_cache, slots, plan)
+            hidden, residual = layer(hidden, residual, cos_sin, kv_cache, plan)
         hidden, _ = self.norm(hidden, residual)
         return hidden
 
@@ -131,22 +121,18 @@ class CausalLM(Layer):
         """Makes the embedding the head's weight too (tie_word_embeddings), ready to be packed."""
         self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
 
-    def forward(
-        self, token_ids: Tensor, positions: Tensor, kv_memory: Tensor, slots: Tensor, plan: AttentionPlan
-    ) -> Tensor:
+    def forward(self, token_ids: Tensor, kv_memory: Tensor, plan: AttentionPlan) -> Tensor:
         """One step: computes T tokens, writes their K and V, returns their hidden states.
 
         Args:
             token_ids: [T] int64.
-            positions: [T] int64, each token's place in its sequence, below max_len.
-            kv_memory: [NB, L, 2, Hkv, B, D]; written at `slots`.
-            slots: [T] int64, block_id * B + offset; -1 writes nothing.
-            plan: which row attends to what.
+            kv_memory: [NB, L, 2, Hkv, B, D]; written at `plan.slots`.
+            plan: each token's position (below max_len) and slot, and which row attends to what.
 
         Returns:
             [T, hidden_size] in the model's dtype, after the final norm.
         """
-        return self.model(token_ids, positions, self.cos_sin, kv_memory, slots, plan)
+        return self.model(token_ids, self.cos_sin, kv_memory, plan)
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden_size] -> logits [n, V] in the model's dtype; only for the rows that are sampled."""
