@@ -143,7 +143,7 @@ def test_max_completion_tokens_comes_before_max_tokens_and_defaults_are_openais(
     found = by_id(run(tmp_path, llm, lines)[0])
     used = {name: body(result)["usage"] for name, result in found.items()}
     assert [used[name]["completion_tokens"] for name in ("both", "new", "neither")] == [5, 6, 16]
-    assert used["chat"]["total_tokens"] == used["too many"]["total_tokens"] == llm.engine.max_model_len
+    assert used["chat"]["total_tokens"] == used["too many"]["total_tokens"] == llm.inputs.max_model_len
     assert body(found["chat"])["choices"][0]["finish_reason"] == "length"
 
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from conftest import MakeLLM
 from llm_helpers import assert_idle, cached, greedy, observe, run, token_ids
 from tiny_models import random_ids, tiny_tokenizer
@@ -76,13 +75,13 @@ class TestCannotFit:
         use = MemoryUse(total=80 * gib, outside=5 * gib, peak=20 * gib, graphs=gib)
         assert use.left(0.9) == (72 - 5 - 20 - 1) * gib
         assert use.left(0.3) == -2 * gib
-        model = SimpleNamespace(kv_bytes=lambda dtype: 2**20)
+        model = SimpleNamespace(kv_bytes=2**20)
         arguments = {"block_size": 16, "gpu_memory_utilization": 0.9}
         config = EngineConfig.from_arguments("model", **arguments)
-        assert count_blocks(config, model, torch.float32, 100, lambda: use) == 46 * 1024 // 16
+        assert count_blocks(config, model, 100, lambda: use) == 46 * 1024 // 16
         config = EngineConfig.from_arguments("model", **{**arguments, "gpu_memory_utilization": 0.3})
         with pytest.raises(ValueError, match="gives 0 blocks = 0 tokens") as error:
-            count_blocks(config, model, torch.float32, 100, lambda: use)
+            count_blocks(config, model, 100, lambda: use)
         for number in ("=0.3", "81920 MiB", "5120 MiB", "20480 MiB", "1024 MiB", "100 needs 7 KV blocks", "112.0 MiB"):
             assert number in str(error.value)
 

@@ -95,7 +95,7 @@ class TestLogits:
         ids = random_ids(40)
         low = hf_logits(hf_model, ids)
         exact = hf_logits(hf_model.float(), ids)
-        logits = forward_logits(load_tiny(tmp_path, dtype=torch.bfloat16), ids, [30, 10])
+        logits = forward_logits(load_tiny(tmp_path, dtype="bfloat16"), ids, [30, 10])
         assert logits.dtype == torch.bfloat16
         assert (logits - exact).abs().mean() < 1.2 * (low - exact).abs().mean()
 
@@ -218,7 +218,7 @@ class TestConfig:
     ) -> None:
         hf_model = make_tiny_model(tmp_path, "qwen2", max_position_embeddings=64, rope_parameters=rope)
         llm, prompt = make_llm(tmp_path, max_model_len=None), random_ids(250)
-        assert llm.engine.max_model_len == 256
+        assert llm.inputs.max_model_len == 256
         assert token_ids(run(llm, [prompt], max_tokens=9)) == [hf_greedy(hf_model, prompt, 6)]
         with pytest.raises(ValueError, match="max_model_len=257 is more than the model's own limit of 256"):
             make_llm(tmp_path, max_model_len=257)
@@ -336,7 +336,7 @@ class TestRefusals:
         edit_json(tmp_path / "config.json", max_position_embeddings=10**9)
         with pytest.raises(ValueError, match=r"max_model_len=1000000000 needs .*lower max_model_len"):
             make_llm(tmp_path, max_model_len=None)
-        assert make_llm(tmp_path, max_model_len=64).engine.max_model_len == 64
+        assert make_llm(tmp_path, max_model_len=64).inputs.max_model_len == 64
 
     @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "null", '{"a": 1'])
     def test_a_broken_config_json_is_named(self, content: str, tmp_path: Path) -> None:

@@ -440,7 +440,7 @@ class TestNaN:
     def test_types_with_room_work(self, key: str, dtype: str, overflowing: Path, make_llm: MakeLLM) -> None:
         edit_json(overflowing / "config.json", remove=("dtype", "torch_dtype"), **{key: "float32"})
         llm = make_llm(overflowing, dtype=dtype)
-        assert llm.engine.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
+        assert llm.engine.model_config.dtype == (torch.bfloat16 if dtype == "bfloat16" else torch.float32)
         assert len(set(token_ids(run(llm, [PROMPT], max_tokens=12))[0])) > 2
 
     @pytest.mark.parametrize(

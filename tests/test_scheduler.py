@@ -16,7 +16,6 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
 from host_helpers import VOCAB_SIZE, NullEngine, make_sequence, solo
 
 import nanoapc
@@ -455,9 +454,9 @@ def test_output_goes_on_where_it_was_preempted_with_prompt_and_output_apart() ->
 @pytest.mark.parametrize(("num_blocks", "max_model_len"), [(8, 64), (3, 31), (7, 31)])
 def test_a_pool_that_cannot_hold_one_longest_sequence_is_refused(num_blocks: int, max_model_len: int) -> None:
     config = EngineConfig.from_arguments("model", num_kv_blocks=num_blocks, block_size=4)
-    model = SimpleNamespace(kv_bytes=lambda dtype: 64)
+    model = SimpleNamespace(kv_bytes=64)
     with pytest.raises(ValueError, match="lower max_model_len to at most") as error:
-        count_blocks(config, model, torch.float32, max_model_len, None)
+        count_blocks(config, model, max_model_len, None)
     for number in (max_model_len, -(-max_model_len // 4), num_blocks, num_blocks * 4):
         assert str(number) in str(error.value)
 

@@ -248,7 +248,7 @@ class TestDummy:
 
     def test_dummy_weights_have_the_requested_dtype(self, tmp_path: Path) -> None:
         save(tmp_path)
-        model = load_tiny(tmp_path, load_format="dummy", dtype=torch.bfloat16)
+        model = load_tiny(tmp_path, load_format="dummy", dtype="bfloat16")
         assert model.model.embed_tokens.weight.dtype == torch.bfloat16
         assert model.model.embed_tokens.weight.float().std() == pytest.approx(0.02, rel=0.1)
         assert torch.equal(model.model.norm.weight, torch.ones(64, dtype=torch.bfloat16))
@@ -275,7 +275,7 @@ class TestReplaceWeights:
 
     def test_weights_keep_the_models_dtype(self, tmp_path: Path) -> None:
         hf_model = make_tiny_model(tmp_path, tokenizer=False)
-        model = load_tiny(tmp_path, dtype=torch.bfloat16)
+        model = load_tiny(tmp_path, dtype="bfloat16")
         before = forward_logits(model, IDS)
         replace_weights(model, hf_model.state_dict().items())
         assert torch.equal(forward_logits(model, IDS), before)

@@ -109,10 +109,10 @@ def edit_json(path: Path, remove: tuple[str, ...] = (), **changes: Any) -> None:
     path.write_text(json.dumps({**raw, **changes}))
 
 
-def load_tiny(directory: Path, max_len: int = 512, **options: Any) -> CausalLM:
+def load_tiny(directory: Path, max_len: int = 512, dtype: str = "float32", **options: Any) -> CausalLM:
     """Our model from a directory: float32, CPU, reference kernels, unless `options` say otherwise."""
-    config = ModelConfig.from_directory(directory)
-    defaults = {"dtype": torch.float32, "device": CPU, "kernels": ReferenceKernels()}
+    config = ModelConfig.from_directory(directory, dtype)
+    defaults = {"device": CPU, "kernels": ReferenceKernels()}
     return load_model(directory, config, max_len=max_len, **{**defaults, **options})
 
 

@@ -158,7 +158,7 @@ def weight_bytes(llm: LLM) -> int:
     config = llm.engine.model_config
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     layer = config.hidden_size * (heads * config.head_dim + 3 * config.intermediate_size)
-    return (config.num_layers * layer + config.vocab_size * config.hidden_size) * llm.engine.dtype.itemsize
+    return (config.num_layers * layer + config.vocab_size * config.hidden_size) * config.dtype.itemsize
 
 
 def measure_decode(check: Check, llm: LLM, name: str) -> None:

@@ -58,7 +58,7 @@ class Engine:
     """Everything that one LLM owns, except the caller's side.
 
     Attributes:
-        config, model_config, dtype, device, max_model_len
+        config, model_config, device
         eos_token_ids: what ends a text: the model's and the tokenizer's.
         manager, scheduler, runner
         inputs: makes prompts for this model; has the tokenizer.
@@ -77,9 +77,7 @@ class Engine:
         directory = resolve_model(config.model)
         self.model_config = ModelConfig.from_directory(directory, config.dtype)
         self.device = _device(config.device)
-        self.dtype = self.model_config.dtype
         self.inputs = make_inputs(config, directory, self.model_config)
-        self.max_model_len = self.inputs.max_model_len
         # Chat models that were tuned from a base model often name the end of a turn only in their tokenizer.
         own_eos = getattr(self.inputs.tokenizer, "eos_token_id", None)
         self.eos_token_ids = tuple({*self.model_config.eos_token_ids, *([] if own_eos is None else [own_eos])})
@@ -91,32 +89,31 @@ class Engine:
         self._build(str(directory), log_events)
 
     def _build(self, directory: str, log_events: bool) -> None:
-        config, model_config = self.config, self.model_config
+        config, model_config, max_model_len = self.config, self.model_config, self.inputs.max_model_len
         if self.device.type == "cpu":  # what cannot fit is refused before weights are read
-            count_blocks(config, model_config, self.dtype, self.max_model_len, None)
+            count_blocks(config, model_config, max_model_len, None)
         kernels = select_kernels(self.device, config.deterministic)
         self._digest = WeightsDigest() if config.prefix_cache_file else None
         model = load_model(
             directory,
             model_config,
-            dtype=self.dtype,
             device=self.device,
             kernels=kernels,
-            max_len=self.max_model_len,
+            max_len=max_model_len,
             load_format=config.load_format,
             digest=self._digest,
         )
         budget = config.max_num_batched_tokens or MAX_BATCHED_TOKENS[self.device.type]
         on_cuda = self.device.type == "cuda"
         measure = partial(self._measure_memory, model, budget) if on_cuda else None
-        num_blocks = count_blocks(config, model_config, self.dtype, self.max_model_len, measure)
-        size = num_blocks * config.block_size * model_config.kv_bytes(self.dtype)
+        num_blocks = count_blocks(config, model_config, max_model_len, measure)
+        size = num_blocks * config.block_size * model_config.kv_bytes
         logger.info("KV cache: %d blocks of %d tokens, %.0f MiB", num_blocks, config.block_size, size / 2**20)
         self.runner = self._make_runner(model, num_blocks)  # before the blocks: it fails at once if there is no memory
         hasher = BlockHasher(config.prefix_caching_hash_algo)
         self.events = self._make_events(directory, num_blocks) if config.trace or log_events else None
         self.manager = BlockManager(num_blocks, config.block_size, hasher, config.enable_prefix_caching, self.events)
-        self.scheduler = Scheduler(self.manager, config.max_num_seqs, budget, self.max_model_len, self.eos_token_ids)
+        self.scheduler = Scheduler(self.manager, config.max_num_seqs, budget, max_model_len, self.eos_token_ids)
         self.store = self._open_store(config.prefix_cache_file) if config.prefix_cache_file else None
         if on_cuda and not config.enforce_eager and isinstance(kernels, FixedWorkKernels):
             self.runner.capture_graphs(CudaBackend(), self.scheduler.table.block_table.shape[1])
@@ -131,7 +128,7 @@ class Engine:
             model,
             Sampler(kernels, self.inputs.num_valid_ids),
             AttentionPlanner(config.block_size, kernels.max_tile_rows, share=config.enable_forest_attention),
-            allocate(num_blocks, self.model_config, self.dtype, config.block_size, self.device),
+            allocate(num_blocks, self.model_config, config.block_size, self.device),
             PinnedTransfer(self.device) if self.device.type == "cuda" else Transfer(),
             config.max_num_seqs,
         )
@@ -150,7 +147,7 @@ class Engine:
         """What is there for the KV cache on CUDA: runs the largest step, with a cache of one block."""
         config, kernels, graphs = self.config, model.kernels, 0
         if not config.enforce_eager and isinstance(kernels, FixedWorkKernels):
-            graphs = graph_bytes(kernels, self.model_config, config.max_num_seqs, self.max_model_len)
+            graphs = graph_bytes(kernels, self.model_config, config.max_num_seqs, self.inputs.max_model_len)
         params = SamplingParams(temperature=1.0, top_p=0.9)
         batch = largest_batch(budget, config.max_num_seqs, config.block_size, params)
         runner = self._make_runner(model, num_blocks=1)
@@ -179,7 +176,7 @@ class Engine:
             request.sequences = make_sequences(
                 request,
                 self._num_sequences,
-                self.max_model_len,
+                self.inputs.max_model_len,
                 seed,
                 self.eos_token_ids,
                 self.inputs.tokenizer,
@@ -254,7 +251,7 @@ class Engine:
 
     def metrics(self) -> Metrics:
         """This moment's numbers."""
-        return collect(self.scheduler, self.phases, self.model_config, self.dtype)
+        return collect(self.scheduler, self.phases, self.model_config)
 
     def _step_done(self, batch: StepBatch, tiles: np.ndarray, num_tokens: int, seconds: float) -> None:
         """num_tokens: rows that were of use."""

@@ -75,7 +75,6 @@ def measure_memory(device: torch.device, run_largest_step: Callable[[], object],
 def count_blocks(
     config: EngineConfig,
     model: ModelConfig,
-    dtype: torch.dtype,
     max_model_len: int,
     measure: Callable[[], MemoryUse] | None,
 ) -> int:
@@ -87,7 +86,7 @@ def count_blocks(
     Raises:
         ValueError: they could not hold max_model_len tokens, or there is no memory for a single one.
     """
-    size = config.block_size * model.kv_bytes(dtype)
+    size = config.block_size * model.kv_bytes
     needed = -(-max_model_len // config.block_size)
     if config.num_kv_blocks is not None:
         count, source = config.num_kv_blocks, f"num_kv_blocks={config.num_kv_blocks}"
@@ -116,9 +115,7 @@ def _mib(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:.0f} MiB"
 
 
-def allocate(
-    num_blocks: int, model: ModelConfig, dtype: torch.dtype, block_size: int, device: torch.device
-) -> torch.Tensor:
+def allocate(num_blocks: int, model: ModelConfig, block_size: int, device: torch.device) -> torch.Tensor:
     """KV memory [num_blocks, L, 2, Hkv, B, D], zero; on the CPU untouched pages cost nothing.
 
     Raises:
@@ -126,7 +123,7 @@ def allocate(
     """
     shape = (num_blocks, model.num_layers, 2, model.num_kv_heads, block_size, model.head_dim)
     if device.type == "cpu":
-        num_bytes = num_blocks * block_size * model.kv_bytes(dtype)
+        num_bytes = num_blocks * block_size * model.kv_bytes
         try:
             memory = np.zeros(num_bytes, np.uint8)
         except (MemoryError, ValueError):  # ValueError: more than numpy can count
@@ -134,8 +131,8 @@ def allocate(
                 f"{num_blocks} KV blocks of {block_size} tokens are {_mib(num_bytes)}, which cannot be allocated; "
                 "lower num_kv_blocks or kv_cache_memory"
             ) from None
-        return torch.from_numpy(memory).view(dtype).view(shape)
-    return torch.zeros(shape, dtype=dtype, device=device)
+        return torch.from_numpy(memory).view(model.dtype).view(shape)
+    return torch.zeros(shape, dtype=model.dtype, device=device)
 
 
 def available_memory() -> int:

@@ -34,8 +34,6 @@ from typing import TYPE_CHECKING, Any
 from nanoapc.engine.output_file import output_file
 
 if TYPE_CHECKING:
-    import torch
-
     from nanoapc.engine.scheduler import Scheduler
     from nanoapc.models.config import ModelConfig
 
@@ -154,7 +152,7 @@ def _family(name: str, help: str, kind: str, values: Mapping[str, float]) -> Ite
         yield f"{name}{labels} {float(value)}"
 
 
-def collect(scheduler: Scheduler, steps: dict[str, PhaseStats], model: ModelConfig, dtype: torch.dtype) -> Metrics:
+def collect(scheduler: Scheduler, steps: dict[str, PhaseStats], model: ModelConfig) -> Metrics:
     """An engine's Metrics. Walks the index: some milliseconds for 10,000 cached blocks."""
     stats, pool = scheduler.stats, scheduler.manager.pool
     held = [prefix for prefix in pool.prefixes() if prefix.blocks]
@@ -166,7 +164,7 @@ def collect(scheduler: Scheduler, steps: dict[str, PhaseStats], model: ModelConf
         **asdict(stats),
         recent_hit_rate=stats.recent_hit_rate,
         flops_saved=2 * weights * stats.hit_tokens + attention * stats.hit_pairs,
-        kv_bytes_saved=(stats.hit_tokens - stats.copied_tokens) * model.kv_bytes(dtype),
+        kv_bytes_saved=(stats.hit_tokens - stats.copied_tokens) * model.kv_bytes,
         evictions=pool.num_evictions,
         wanted_evictions=pool.num_wanted_evictions,
         num_blocks=len(pool.blocks),

@@ -76,9 +76,10 @@ class ModelConfig:
         factor = self.rope["factor"] if stretched else 0
         return max(self.max_position_embeddings, int(self.rope["original_max_position_embeddings"] * factor))
 
-    def kv_bytes(self, dtype: torch.dtype) -> int:
+    @property
+    def kv_bytes(self) -> int:
         """Bytes of a token's K and V in all layers."""
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     @classmethod
     def from_directory(cls, directory: str | Path, dtype: str = "auto") -> ModelConfig:

@@ -64,7 +64,6 @@ def load_model(
     model_dir: str | Path,
     config: ModelConfig,
     *,
-    dtype: torch.dtype,
     device: torch.device,
     kernels: Kernels,
     max_len: int,
@@ -75,7 +74,7 @@ def load_model(
 
     Args:
         model_dir, config: the directory (not read for "dummy"), and what `ModelConfig.from_directory` says of it.
-        dtype, device: of weights and activations.
+        device: of weights and activations; their dtype is the config's.
         kernels: the device's functions; they take over the linear layers' weights.
         max_len: the longest sequence in tokens.
         digest: takes down what is read.
@@ -87,14 +86,14 @@ def load_model(
     model = family(config, kernels, max_len, device).eval()
     destinations = _destinations(model)
     if load_format == "dummy":
-        tensors = _noise(destinations, dtype, device)
+        tensors = _noise(destinations, config.dtype, device)
     elif load_format == "auto":
         files = tensor_files(Path(model_dir))
         shapes = {name: shape for name, (shape, _) in read_headers(files).items()}
         tensors = read_tensors(files, _check(str(model_dir), config, destinations, shapes))
     else:
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
-    _fill(model, destinations, tensors, dtype, device, digest)
+    _fill(model, destinations, tensors, device, digest)
     return model
 
 
@@ -119,8 +118,8 @@ def replace_weights(
     destinations = _destinations(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
     names = _check("the given weights", model.config, destinations, shapes)
-    weight = model.model.embed_tokens.weight
-    _fill(model, destinations, ((name, given[name]) for name in names), weight.dtype, weight.device, digest)
+    device = model.model.embed_tokens.weight.device
+    _fill(model, destinations, ((name, given[name]) for name in names), device, digest)
 
 
 def _destinations(model: CausalLM) -> dict[str, Destination]:
@@ -183,11 +182,11 @@ def _fill(
     model: CausalLM,
     destinations: Mapping[str, Destination],
     tensors: Iterable[tuple[str, Tensor]],
-    dtype: torch.dtype,
     device: torch.device,
     digest: WeightsDigest | None,
 ) -> None:
     """Copies tensors to their destinations and packs each linear layer as soon as it is complete."""
+    dtype = model.config.dtype
     waiting = Counter(destination.module for destination in destinations.values())
     for name, tensor in tensors:
         if name not in destinations:  # a tied head: last in the order, so the embedding is there
