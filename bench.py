@@ -319,17 +319,35 @@ def sweep(args: argparse.Namespace, vocab_size: int) -> Report:
 
 
 def profile(args: argparse.Namespace, workloads: list[Workload]) -> Report:
-    """One run of each workload under torch's profiler; the operators that take the time."""
-    from torch.profiler import ProfilerActivity
+    """One run of each workload under torch's profiler: the stages of its steps, and the operators that take the time.
+
+    On CUDA a stage's time is the host's: what it queues runs later.
+    """
     from torch.profiler import profile as torch_profile
+    from torch.profiler import record_function
 
     engine, report = NanoApc(args), Report()
+    core = engine.llm.engine
+    stages = {
+        "schedule": (core.scheduler, "schedule"),
+        "plan attention": (core.runner.planner, "tiles"),
+        "forward": (core.runner.model, "forward"),
+        "logits": (core.runner.model, "compute_logits"),
+        "sample": (core.runner.sampler, "forward"),
+        "settle": (core.scheduler, "settle"),
+    }
+    for stage, (owner, name) in stages.items():
+        setattr(owner, name, record_function(stage)(getattr(owner, name)))
     for workload in workloads:
         engine.run(workload)
-        with torch_profile(activities=[ProfilerActivity.CPU]) as profiler:
+        with torch_profile() as profiler:
             result = engine.run(workload)
         report.add(workload=workload.name, engine="nanoapc", **result)
-        print(profiler.key_averages().table(sort_by="self_cpu_time_total", row_limit=15, max_name_column_width=40))
+        operators = profiler.key_averages()
+        times = {item.key: item.cpu_time_total / 1e6 for item in operators if item.key in stages}
+        for stage in stages:
+            print(f"  {stage:15} {times[stage]:9.3f} s {times[stage] / result['seconds']:6.1%}")
+        print(operators.table(sort_by="self_cpu_time_total", row_limit=20, max_name_column_width=40))
     return report
 
 
@@ -442,6 +460,13 @@ def preset_directory(name: str, folder: str) -> str:
     return folder
 
 
+def positive(text: str) -> int:
+    """A whole number from 1 on, from the command line."""
+    if (value := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -449,21 +474,21 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="embedded", help=f"a directory, a hub name or a preset: {', '.join(SHAPES)}")
     parser.add_argument("--load-format", default="auto", choices=("auto", "dummy"))
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--max-model-len", type=int, default=2048)
+    parser.add_argument("--max-model-len", type=positive, default=2048)
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="an engine argument")
-    parser.add_argument("--num-requests", type=int, default=32)
-    parser.add_argument("--input-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
-    parser.add_argument("--output-len", type=int, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
+    parser.add_argument("--num-requests", type=positive, default=32)
+    parser.add_argument("--input-len", type=positive, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
+    parser.add_argument("--output-len", type=positive, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
     parser.add_argument("--shared-len", type=int, default=1024)
-    parser.add_argument("--own-len", type=int, default=32)
-    parser.add_argument("--shared-output-len", type=int, default=32, help="outputs of shared, forest and chat")
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--turn-len", type=int, default=64)
-    parser.add_argument("--single-len", type=int, default=128)
-    parser.add_argument("--single-output-len", type=int, default=64)
+    parser.add_argument("--own-len", type=positive, default=32)
+    parser.add_argument("--shared-output-len", type=positive, default=32, help="outputs of shared, forest and chat")
+    parser.add_argument("--turns", type=positive, default=4)
+    parser.add_argument("--turn-len", type=positive, default=64)
+    parser.add_argument("--single-len", type=positive, default=128)
+    parser.add_argument("--single-output-len", type=positive, default=64)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each; the median counts")
-    parser.add_argument("--threads", type=int, help="torch.set_num_threads")
+    parser.add_argument("--repeat", type=positive, default=1, help="runs of each; the median counts")
+    parser.add_argument("--threads", type=positive, help="torch.set_num_threads")
     parser.add_argument("--compare", choices=("transformers", "vllm"))
     parser.add_argument("--vllm-python")
     parser.add_argument("--serve-vllm", action="store_true", help=argparse.SUPPRESS)
@@ -475,6 +500,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name in args.workloads:
         if name not in WORKLOADS:
             parser.error(f"unknown workload {name!r}; choose from {', '.join(WORKLOADS)}")
+    for name, (least, most) in (("--input-len", args.input_len), ("--output-len", args.output_len)):
+        if least > most:
+            parser.error(f"{name} {least} {most}: MIN must be at most MAX")
     args.options = {"max_model_len": args.max_model_len}
     for item in args.set:
         name, _, value = item.partition("=")
