@@ -18,14 +18,13 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import chain, permutations, tee
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
-from nanoapc.batch_format import RequestLine, RequestReader, encode_line, error_line, is_named, result_line
+from nanoapc.batch_format import Line, RequestLine, RequestReader, encode_line, error_line, is_named, result_line
 from nanoapc.batch_journal import Journal, OutputLost, output_files
 from nanoapc.batch_plan import BatchPlan, count_forest
 from nanoapc.config import FILES, EngineConfig
@@ -36,12 +35,11 @@ from nanoapc.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
 
-GROUP_LINES, GROUP_BYTES = 256, 4 * 2**20
-"""Lines that are read and tokenised together, at most."""
 MAX_NAMED = 20
 """Bad lines that a message names."""
+ADD = "add the name with --served-model-name (served_model_names)"
+"""The remedy for a model of another name."""
 
-Line = tuple[int, bytes]
 Emit = Callable[[int, Mapping[str, Any]], None]
 
 
@@ -90,9 +88,9 @@ class BatchSummary:
     def rates(self) -> str:
         """Tokens a second and hit rate."""
         seconds = max(self.seconds, 1e-9)
-        computed, hit_rate = self.prompt_tokens - self.cached_tokens, self.cached_tokens / max(self.prompt_tokens, 1)
-        prompt, output = f"prompt {computed / seconds:.0f} tok/s", f"output {self.output_tokens / seconds:.0f} tok/s"
-        return f"{prompt}, {output}, hit rate {hit_rate:.1%}"
+        prompt, output = (self.prompt_tokens - self.cached_tokens) / seconds, self.output_tokens / seconds
+        hit_rate = self.cached_tokens / max(self.prompt_tokens, 1)
+        return f"prompt {prompt:.0f} tok/s, output {output:.0f} tok/s, hit rate {hit_rate:.1%}"
 
     def __str__(self) -> str:
         resumed = f" ({self.resumed} before this run)" if self.resumed else ""
@@ -131,35 +129,35 @@ def run_batch(
         BatchStopped: an error ended it half way. StoppedBySignal (a KeyboardInterrupt): a signal did.
         After these two everything finished is in the output, and the same call goes on from there.
     """
-    if isinstance(llm, LLM) and ray_workers is not None:
-        raise ValueError("ray_workers needs a model's name instead of an LLM: each worker makes its own")
-    if ray_workers is not None and engine_options.get("prefix_cache_file"):
-        raise ValueError("prefix_cache_file is for one process; leave it out where ray_workers make an LLM each")
+    if isinstance(llm, LLM) and (engine_options or ray_workers is not None):
+        raise ValueError("engine options and ray_workers need a model's name instead of an LLM, which has its engine")
+    config = llm.engine.config if isinstance(llm, LLM) else EngineConfig.from_arguments(llm, **engine_options)
     if ray_workers is not None:
         from nanoapc.ray import answer_on_workers  # now: Ray may be missing
+
+        if config.prefix_cache_file is not None:
+            raise ValueError("prefix_cache_file is for one process; leave it out where ray_workers make an LLM each")
     paths = [os.fspath(path) for path in (input_path, output_path, error_file) if path is not None]
-    options = vars(llm.engine.config) if isinstance(llm, LLM) else engine_options
-    _check_paths(paths, [os.fspath(file) for file in map(options.get, FILES) if isinstance(file, str | os.PathLike)])
+    _check_paths(paths, [getattr(config, name) for name in FILES if getattr(config, name) is not None])
     quiet = quiet or sys.stderr is None
-    model = llm.engine.config.model if isinstance(llm, LLM) else os.fspath(llm)
-    names = _model_names(model, served_model_names)
+    names = _model_names(config.model, served_model_names)
     with ExitStack() as stack:
         signals = stack.enter_context(_Signals())
-        plan = stack.enter_context(closing(_checked_plan(paths[0], names, quiet)))
+        plan = stack.enter_context(closing(BatchPlan(paths[0], quiet)))
+        _check_models(plan, names)
         journals = [stack.enter_context(Journal(path)) for path in paths[1:]]
         summary = _resume(plan, journals, names)
         if ordered and not plan.in_order_so_far():
             raise ValueError(f"{paths[1]} has results that are not in input order; continue it without ordered")
-        answer_lines: Callable[[Iterable[Line], Emit], None] | None = None
-        if plan.num_left and ray_workers is not None:
-            EngineConfig.from_arguments(model, **engine_options)  # a bad option is found here, not in a worker
-            answer_lines = partial(answer_on_workers, model, engine_options, names, ray_workers, plan.num_left)
-        elif plan.num_left:
-            engine = llm if isinstance(llm, LLM) else stack.enter_context(LLM(llm, **engine_options))
-            answer_lines = partial(answer, engine, names)
+        engine = llm if isinstance(llm, LLM) else None
+        if engine is None and ray_workers is None and plan.num_left:
+            engine = stack.enter_context(LLM(config.model, **engine_options))
         with _writer(plan, journals, summary, signals, ordered, quiet) as emit:
-            if answer_lines is not None:
-                answer_lines(plan.lines(ordered), emit)
+            if engine is not None:
+                answer(engine, names, plan.lines(ordered), emit)
+            elif ray_workers is not None and plan.num_left:
+                lines = plan.lines(ordered)
+                answer_on_workers(config.model, engine_options, names, ray_workers, plan.num_left, lines, emit)
             for journal in journals:
                 journal.complete()
     return summary
@@ -172,31 +170,18 @@ def answer(llm: LLM, model_names: Sequence[str], lines: Iterable[Line], emit: Em
 
     def requests() -> Iterator[RequestLine]:
         index = 0
-        for group in _groups(lines):
-            for line in reader.read(group):
-                if line.error is not None:
-                    emit(line.number, error_line(line, line.error))
-                    continue
-                running[index] = line
-                index += 1
-                yield line
+        for line in reader.read(lines):
+            if line.error is not None:
+                emit(line.number, error_line(line, line.error))
+                continue
+            running[index] = line
+            index += 1
+            yield line
 
     prompts, params = tee(requests())  # `stream` reads both in step
     for output in llm.stream((line.prompt for line in prompts), (line.params for line in params if line.params)):
         line = running.pop(output.index)
         emit(line.number, result_line(line, output, model_names[0], llm.inputs.tokenizer))
-
-
-def _groups(lines: Iterable[Line]) -> Iterator[list[Line]]:
-    group: list[Line] = []
-    size = 0
-    for line in lines:
-        group.append(line)
-        size += len(line[1])
-        if len(group) == GROUP_LINES or size >= GROUP_BYTES:
-            yield group
-            group, size = [], 0
-    yield group
 
 
 # -- before anything runs ------------------------------------------------------------------------------------
@@ -205,21 +190,18 @@ def _groups(lines: Iterable[Line]) -> Iterator[list[Line]]:
 def _check_paths(paths: Sequence[str], engine_files: Sequence[str]) -> None:
     """Refuses outputs that are the input, each other or a file of the engine (links are followed), or whose folder is
     not there. What a run makes beside an output counts as the output."""
-    if any(not os.path.basename(path) for path in paths[1:]):
+    if not all(map(os.path.basename, paths[1:])):
         raise ValueError("output or error file is no name of a file; give one, or - for standard output")
     if paths[1:].count("-") > 1:
         raise ValueError("output and error file are both standard output; give one of them a file")
-    outputs = [Path(path) for path in paths[1:] if path != "-"]
-    for path, other in permutations([Path(path) for path in (*paths, *engine_files) if path != "-"], 2):
-        if _is_same_file(path, other):
-            remedy = "input, output, error file and the engine's files must differ"
-            raise ValueError(f"{path} and {other} are the same file; {remedy}")
-        if path in outputs and any(_is_same_file(file, other) for file in output_files(path)):
-            raise ValueError(f"{other} is what a run makes beside {path}, its lock or its part; choose another name")
-    for output in outputs:
-        folder = output_files(output)[0].parent
-        if not folder.is_dir():
-            raise ValueError(f"{output}: there is no folder {folder}")
+    made = {path: output_files(path) for path in paths[1:] if path != "-"}
+    for path, other in permutations([path for path in (*paths, *engine_files) if path != "-"], 2):
+        if any(_is_same_file(file, Path(other)) for file in made.get(path, [Path(path)])):
+            what = f"{path}, or what a run makes beside it (its lock, its part)"
+            raise ValueError(f"{other} is the same file as {what}; input, outputs and the engine's files must differ")
+    for path, files in made.items():
+        if not files[0].parent.is_dir():
+            raise ValueError(f"{path}: there is no folder {files[0].parent}")
 
 
 def _is_same_file(a: Path, b: Path) -> bool:
@@ -232,14 +214,10 @@ def _model_names(model: str, others: Sequence[str]) -> list[str]:
     return list(dict.fromkeys([model, directory, os.path.basename(directory), *others]))
 
 
-def _checked_plan(path: str, names: Sequence[str], quiet: bool) -> BatchPlan:
-    plan = BatchPlan(path, quiet)
+def _check_models(plan: BatchPlan, names: Sequence[str]) -> None:
     if plan.models and not any(model is None or is_named(model, names) for model in plan.models):
-        plan.close()
         asked = ", ".join(sorted(map(repr, plan.models))[:5])
-        remedy = "to let it answer all the same, add the name with --served-model-name (served_model_names)"
-        raise ValueError(f"{path} asks for the model {asked}, but {names[0]!r} is loaded; {remedy}")
-    return plan
+        raise ValueError(f"{plan.path} asks for the model {asked}, but {names[0]!r} is loaded; to let it answer, {ADD}")
 
 
 def _resume(plan: BatchPlan, journals: Sequence[Journal], names: Sequence[str]) -> BatchSummary:
@@ -253,8 +231,8 @@ def _resume(plan: BatchPlan, journals: Sequence[Journal], names: Sequence[str]) 
             continue
         model = result["response"]["body"].get("model", names[0])
         if result["error"] is None and not is_named(model, names):
-            remedy = "choose another output, or add the name with --served-model-name (served_model_names)"
-            raise ValueError(f"{journals[0].path} holds answers of the model {model!r}, not of {names[0]!r}; {remedy}")
+            what = f"answers of the model {model!r}, not of {names[0]!r}"
+            raise ValueError(f"{journals[0].path} holds {what}; choose another output, or {ADD}")
         summary.count(result, resumed=True)
         if not same:
             summary.changed += 1
@@ -278,10 +256,10 @@ def _writer(
 ) -> Iterator[Emit]:
     """Gives a function that appends, counts and shows one more result; an exception becomes BatchStopped."""
 
-    def write(line: bytes, failed: bool) -> None:
+    def write(number: int, line: bytes, failed: bool) -> None:
         journals[-1 if failed else 0].write(line)
 
-    put = plan.in_input_order(write) if ordered else lambda number, *result: write(*result)
+    put = plan.in_input_order(write) if ordered else write
     start, wait = time.perf_counter(), 0.5 if sys.stderr and sys.stderr.isatty() else 10
     with tqdm(total=plan.total, initial=summary.resumed, unit="line", disable=quiet, mininterval=wait) as bar:
 
@@ -290,9 +268,8 @@ def _writer(
                 put(number, encode_line(result), result["error"] is not None)
             summary.count(result)
             summary.seconds = time.perf_counter() - start
-            if not quiet:
-                bar.set_postfix_str(f"{summary.failed} failed, {summary.rates()}", refresh=False)
-                bar.update()
+            bar.set_postfix_str(f"{summary.failed} failed, {summary.rates()}", refresh=False)
+            bar.update()
 
         try:
             yield emit
@@ -310,10 +287,10 @@ class _Signals:
     def __enter__(self) -> _Signals:
         self._old: dict[int, Any] = {}
         self._received, self._is_held = 0, False
-        if threading.current_thread() is threading.main_thread():  # only there handlers can be set
-            for signum in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(signum) != signal.SIG_IGN:
-                    self._old[signum] = signal.signal(signum, self._handle)
+        is_main = threading.current_thread() is threading.main_thread()  # only there handlers can be set
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            if is_main and signal.getsignal(signum) != signal.SIG_IGN:
+                self._old[signum] = signal.signal(signum, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -355,9 +332,8 @@ class DryRun:
 
     def __str__(self) -> str:
         tokens = f"{self.prompt_tokens} prompt tokens, {self.unique_tokens} of them unique"
-        hit_rate = self.hit_tokens / max(self.prompt_tokens, 1)
-        plan = f"planned hit rate {hit_rate:.1%} (whole blocks)"
-        return f"{self.total} lines, {self.failed} with errors; {tokens}; {plan}"
+        hit_rate = f"{self.hit_tokens / max(self.prompt_tokens, 1):.1%}"
+        return f"{self.total} lines, {self.failed} with errors; {tokens}; planned hit rate {hit_rate} (whole blocks)"
 
 
 def dry_run(
@@ -381,17 +357,17 @@ def dry_run(
     result = DryRun()
 
     def prompts(plan: BatchPlan) -> Iterator[Mapping[str, Any]]:
-        for group in _groups(tqdm(plan.lines(ordered=True), "Checking", plan.total, leave=False, disable=quiet)):
-            for line in reader.read(group):
-                if line.error is None:
-                    yield line.prompt
-                    continue
-                result.failed += 1
-                # An error without a custom_id names the line itself.
-                where = "" if line.custom_id is None else f"line {line.number} ({line.custom_id}): "
-                result.errors += [f"{where}{line.error}"] * (result.failed <= MAX_NAMED)
+        for line in reader.read(tqdm(plan.lines(ordered=True), "Checking", plan.total, leave=False, disable=quiet)):
+            if line.error is None:
+                yield line.prompt
+                continue
+            result.failed += 1
+            # An error without a custom_id names the line itself.
+            where = "" if line.custom_id is None else f"line {line.number} ({line.custom_id}): "
+            result.errors += [f"{where}{line.error}"] * (result.failed <= MAX_NAMED)
 
-    with closing(_checked_plan(os.fspath(input_path), names, quiet)) as plan:
+    with closing(BatchPlan(os.fspath(input_path), quiet)) as plan:
+        _check_models(plan, names)
         result.total = plan.total
         result.prompt_tokens, result.unique_tokens, hits = count_forest(prompts(plan), config.block_size)
     result.hit_tokens = hits if config.enable_prefix_caching else 0

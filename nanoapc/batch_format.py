@@ -16,7 +16,7 @@ import os
 import re
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
@@ -24,12 +24,14 @@ from itertools import accumulate
 from typing import Any
 
 from nanoapc.engine.detokenizer import REPLACEMENT, partial_bytes
-from nanoapc.inputs import InputProcessor
+from nanoapc.inputs import InputProcessor, groups
 from nanoapc.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoapc.sampling_params import SamplingParams, check_unicode
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_LINE_BYTES = 64 * 2**20
+GROUP_LINES = 256
+"""Lines that are tokenised together, at most."""
 MOST = {"n": 128, "logprobs": 20}
 """OpenAI's limits: no line shall take the whole engine."""
 LEAST_LOGPROB = -9999.0
@@ -41,36 +43,33 @@ SAMPLING = {item.name for item in dataclasses.fields(SamplingParams)} - {
     *("max_tokens", "logprobs", "prompt_logprobs", "detokenize", "skip_reading_prefix_cache")
 }
 """Fields that go to SamplingParams as they are."""
-TEMPLATE = {
-    "tools": list,
-    "chat_template": str,
-    "chat_template_kwargs": dict,
-    "add_generation_prompt": bool,
-    "continue_final_message": bool,
-}
-"""Fields that go to the chat template, and their types."""
+TEMPLATE_OPTIONS = {"tools": list, "add_generation_prompt": bool, "continue_final_message": bool}
+TEMPLATE = {"chat_template": str, "chat_template_kwargs": dict, **TEMPLATE_OPTIONS}
+"""The chat template and the fields that go to it, and their types."""
 COMMON = SAMPLING | {"model", "max_tokens", "max_completion_tokens", "cache_salt", "logprobs"}
 FIELDS = {CHAT: COMMON | {"messages", "top_logprobs", *TEMPLATE}, COMPLETIONS: COMMON | {"prompt"}}
-ENVELOPE = ("custom_id", "method", "url", "body")
 NO_EFFECT = {
     *("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention"),
     *("priority", "request_id", "stream_options", "parallel_tool_calls"),
 }
 """Fields that change no result here."""
+ENVELOPE = ("custom_id", "method", "url", "body")
 MAY_STAND_BESIDE_BODY = NO_EFFECT.union(ENVELOPE)
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+ASKS_NOTHING: dict[str, tuple[Any, ...]] = {
     "stream": (False,),
     "echo": (False,),
-    "best_of": (1,),
     "use_beam_search": (False,),
     "suffix": ("",),
     "response_format": ({"type": "text"},),
     "modalities": (["text"],),
-    "tool_choice": ("auto",),
     "functions": ([],),
     "function_call": ("auto", "none"),
 }
-"""Fields that are not supported, and the values with which they change nothing (see `_asks_nothing`, too)."""
+"""Fields that are not supported, and the values with which they change nothing (see `_check_fields`, too)."""
+
+
+Line = tuple[int, bytes]
+"""Its number (from 1, blank lines counted), and what stands there."""
 
 
 class LineError(ValueError):
@@ -85,7 +84,7 @@ class LineError(ValueError):
 class RequestLine:
     """A line of the input. `parse_line` makes it; `RequestReader.read` adds prompt and params, or the error."""
 
-    number: int  # from 1, blank lines counted
+    number: int
     custom_id: str | None  # None: it has none that can be used
     digest: str  # of what is asked (without a custom_id: of number and line)
     url: str = ""
@@ -95,10 +94,12 @@ class RequestLine:
     params: SamplingParams | None = None
 
 
-def _guarded(line: RequestLine, check: Callable[[RequestLine], None]) -> None:
-    """check(line); what it raises because of the line's content becomes the line's error."""
+def _guarded(line: RequestLine, check: Callable[..., None], *arguments: Any) -> None:
+    """check(line, *arguments), unless there is an error already; what it raises for the line's content becomes one."""
+    if line.error is not None:
+        return
     try:
-        check(line)
+        check(line, *arguments)
     except LineError as error:
         error.__traceback__ = error.__context__ = None  # their frames hold the line: a circle, which is freed late
         line.error = error
@@ -112,25 +113,27 @@ def _guarded(line: RequestLine, check: Callable[[RequestLine], None]) -> None:
 def parse_line(number: int, data: bytes) -> RequestLine:
     """The envelope of a line that is not blank; raises nothing."""
     line = RequestLine(number, None, _digest(b"%d:" % number + data))
-    _guarded(line, partial(_parse, data))
+    _guarded(line, _parse, data)
     return line
 
 
-def _parse(data: bytes, line: RequestLine) -> None:
-    twice: list[str] = []
-    fields = _json_object(data, f"line {line.number}", twice)
-    doubled = f"line {line.number} has the key {_short(twice[0])} twice in one object; keep one" if twice else ""
+def _parse(line: RequestLine, data: bytes) -> None:
+    where, twice = f"line {line.number}", list[str]()
+    fields = _json_object(data, where, twice)
     custom_id = fields.get("custom_id")
-    if "custom_id" in twice or not isinstance(custom_id, str) or not custom_id:
-        message = f"line {line.number} has custom_id {_short(custom_id)}; it must be a non-empty text"
-        raise LineError(doubled or message, "custom_id")
-    line.custom_id = custom_id
     beside = {name: fields[name] for name in fields.keys() - MAY_STAND_BESIDE_BODY if fields[name] is not None}
-    asked = [*(fields.get(name) for name in ENVELOPE), *([beside] if beside else []), *twice]
-    line.digest = _digest(json.dumps(asked, sort_keys=True).encode())
+    if isinstance(custom_id, str) and custom_id and "custom_id" not in twice:
+        line.custom_id = custom_id
+        asked = [*map(fields.get, ENVELOPE), *([beside] if beside else []), *twice]
+        line.digest = _digest(json.dumps(asked, sort_keys=True).encode())
     if twice:
-        raise LineError(doubled, twice[0])
-    _check_envelope(fields)
+        raise LineError(f"{where} has the key {_short(twice[0])} twice in one object; keep one", twice[0])
+    if line.custom_id is None:
+        raise LineError(f"{where} has custom_id {_short(custom_id)}; it must be a non-empty text", "custom_id")
+    method, url, body = fields.get("method"), fields.get("url"), fields.get("body")
+    _expect(method == "POST", "method", method, "'POST'", 405)
+    _expect(url in (CHAT, COMPLETIONS), "url", url, f"{CHAT} or {COMPLETIONS}", 404)
+    _expect(isinstance(body, dict), "body", body, "an object")
     for name, value in sorted(beside.items()):
         raise LineError(f"{name}={_short(value)} stands beside body; put it into body, or leave it out", name)
     line.url = fields["url"]
@@ -159,20 +162,12 @@ def _json_object(data: bytes, where: str, twice: list[str]) -> dict[str, Any]:
     return value
 
 
-def _check_envelope(fields: Mapping[str, Any]) -> None:
-    for name in ("method", "url", "body"):
-        if name not in fields:
-            raise LineError(f"the line has no {name!r}", name)
-    _expect(fields["method"] == "POST", "method", fields["method"], "'POST'", 405)
-    _expect(fields["url"] in (CHAT, COMPLETIONS), "url", fields["url"], f"{CHAT} or {COMPLETIONS}", 404)
-    _expect(isinstance(fields["body"], dict), "body", fields["body"], "an object")
-
-
 def _expect(is_good: bool, name: str, value: Any, allowed: str, status: int = 400) -> None:
     if not is_good:
         raise LineError(f"{name} is {_short(value)}; it must be {allowed}", name, status)
 
 
+@dataclass
 class RequestReader:
     """Turns lines into requests for one model, whose name is the first of model_names.
 
@@ -180,40 +175,38 @@ class RequestReader:
     a resumed run draws what an uninterrupted one would have drawn.
     """
 
-    def __init__(self, inputs: InputProcessor, model_names: Sequence[str], seed: int):
-        self._inputs = inputs
-        self._model_names = model_names
-        self._seed = seed
+    inputs: InputProcessor
+    model_names: Sequence[str]
+    seed: int
 
-    def read(self, lines: Sequence[tuple[int, bytes]]) -> list[RequestLine]:
-        """(number, line) pairs -> lines with prompt and params, or with an error; texts are tokenised together."""
-        parsed = [parse_line(number, data) for number, data in lines]
-        for line in parsed:
-            if line.error is None:
+    def read(self, lines: Iterable[Line]) -> Iterator[RequestLine]:
+        """Lines with prompt and params, or with an error. They are read as they are needed, a group at a time."""
+        for group in groups(lines, GROUP_LINES):
+            parsed = [parse_line(*line) for line in group]
+            for line in parsed:
                 _guarded(line, self._check)
-        for url in (CHAT, COMPLETIONS):  # a rendered conversation has its special tokens already
-            texts = [line for line in parsed if not line.error and line.url == url and isinstance(line.prompt, str)]
-            token_ids = self._inputs.tokenize([line.prompt for line in texts], add_special_tokens=url == COMPLETIONS)
-            for line, ids in zip(texts, token_ids, strict=True):
-                line.prompt = ids
-        for line in parsed:
-            if line.error is None:
+            for url in (CHAT, COMPLETIONS):  # a rendered conversation has its special tokens already
+                texts = [line for line in parsed if not line.error and line.url == url and isinstance(line.prompt, str)]
+                token_ids = self.inputs.tokenize([line.prompt for line in texts], add_special_tokens=url == COMPLETIONS)
+                for line, ids in zip(texts, token_ids, strict=True):
+                    line.prompt = ids
+            for line in parsed:
                 _guarded(line, self._check_token_ids)
-        return parsed
+            yield from parsed
 
     def _check_token_ids(self, line: RequestLine) -> None:
-        checked = self._inputs.check_token_ids(line.prompt, "messages" if line.url == CHAT else "prompt")
+        checked = self.inputs.check_token_ids(line.prompt, "messages" if line.url == CHAT else "prompt")
         line.prompt = {"prompt_token_ids": checked, "cache_salt": line.body.get("cache_salt")}
 
     def _check(self, line: RequestLine) -> None:
         body = line.body
         _check_fields(body, line.url)
-        if not is_named(body.get("model", self._model_names[0]), self._model_names):
-            remedy = f"{self._model_names[0]!r} is loaded; --served-model-name adds names"
-            raise LineError(f"model is {_short(body['model'])}, but {remedy}", "model", 404)
+        model, loaded = body.get("model", self.model_names[0]), self.model_names[0]
+        names = f"{loaded!r}, which is loaded, or a name that --served-model-name adds"
+        _expect(is_named(model, self.model_names), "model", model, names, 404)
         line.params = self._sampling_params(line)
         line.prompt = self._conversation(body) if line.url == CHAT else _completion_prompt(body)
-        if isinstance(line.prompt, str) and self._inputs.tokenizer is None:
+        if isinstance(line.prompt, str) and self.inputs.tokenizer is None:
             raise LineError("prompt is a text, but there is no tokenizer (skip_tokenizer_init)", "prompt")
 
     def _sampling_params(self, line: RequestLine) -> SamplingParams:
@@ -225,22 +218,16 @@ class RequestReader:
             if isinstance(value := arguments.get(name), int) and value > most:
                 raise LineError(f"{name}={_short(value)} is too many; at most {most}", name)
         if arguments.get("seed", -1) == -1 and arguments.get("temperature") != 0:
-            root = f"{self._seed}/{line.custom_id}".encode(errors="surrogatepass")
+            root = f"{self.seed}/{line.custom_id}".encode(errors="surrogatepass")
             arguments["seed"] = int.from_bytes(blake2b(root, digest_size=8).digest(), "little", signed=True)
         params = SamplingParams(**arguments)
-        params.verify(self._inputs.num_valid_ids, self._inputs.tokenizer)
+        params.verify(self.inputs.num_valid_ids, self.inputs.tokenizer)
         return params
 
     def _conversation(self, body: Mapping[str, Any]) -> str:
-        for name, kind in TEMPLATE.items():
-            _expect(name not in body or isinstance(body[name], kind), name, body.get(name), f"a {kind.__name__}")
-        options = {
-            "add_generation_prompt": body.get("add_generation_prompt", True),
-            "continue_final_message": body.get("continue_final_message", False),
-            "tools": body.get("tools"),
-            **body.get("chat_template_kwargs", {}),
-        }
-        return self._inputs.render_chat(body.get("messages"), "messages", body.get("chat_template"), options)
+        given = {name: body[name] for name in TEMPLATE_OPTIONS.keys() & body.keys()}
+        options = {"add_generation_prompt": True, **given, **body.get("chat_template_kwargs", {})}
+        return self.inputs.render_chat(body.get("messages"), "messages", body.get("chat_template"), options)
 
 
 def is_named(model: Any, names: Sequence[str]) -> bool:
@@ -249,18 +236,16 @@ def is_named(model: Any, names: Sequence[str]) -> bool:
 
 
 def _check_fields(body: Mapping[str, Any], url: str) -> None:
+    """Refuses what is not supported, unless it asks for nothing, and what no other check looks at."""
+    no_tools = () if body.get("tools") else ("none",)
+    asks_nothing = {**ASKS_NOTHING, "tool_choice": ("auto", *no_tools), "best_of": (1, body.get("n"))}
     for name, value in body.items():
-        if name not in FIELDS[url] | NO_EFFECT and not _asks_nothing(name, value, body):
+        if name not in FIELDS[url] | NO_EFFECT and value not in asks_nothing.get(name, ()):
             raise LineError(f"the field {name}={_short(value)} is not supported; leave it out", name)
+        if kind := TEMPLATE.get(name):
+            _expect(isinstance(value, kind), name, value, f"a {kind.__name__}")
     salt = body.get("cache_salt")
     _expect(salt is None or (isinstance(salt, str) and salt != ""), "cache_salt", salt, "a non-empty text")
-
-
-def _asks_nothing(name: str, value: Any, body: Mapping[str, Any]) -> bool:
-    """Whether a field that is not supported has a value with which it changes nothing."""
-    if name == "tool_choice" and value == "none":
-        return not body.get("tools")
-    return value in UNSUPPORTED.get(name, ()) or (name == "best_of" and value == body.get("n"))
 
 
 def _chat_logprobs(body: Mapping[str, Any]) -> int | None:
@@ -295,14 +280,13 @@ def result_line(line: RequestLine, output: RequestOutput, default_model: str, to
     if output.error is not None:
         return error_line(line, LineError(output.error, output.error.split(" ")[0]))
     is_chat = line.url == CHAT
-    num_top = line.body.get("top_logprobs", 0)
     num_prompt, num_output = len(output.prompt_token_ids), sum(len(o.token_ids) for o in output.outputs)
     body = {
         "id": ("chatcmpl-" if is_chat else "cmpl-") + line.digest,
         "object": "chat.completion" if is_chat else "text_completion",
         "created": int(time.time()),
         "model": line.body.get("model", default_model),
-        "choices": [_chat_choice(o, num_top, tokenizer) if is_chat else _completion_choice(o) for o in output.outputs],
+        "choices": [_choice(choice, line, tokenizer) for choice in output.outputs],
         "usage": {
             "prompt_tokens": num_prompt,
             "completion_tokens": num_output,
@@ -331,56 +315,51 @@ def encode_line(result: Mapping[str, Any]) -> bytes:
     return (text + "\n").encode(errors="backslashreplace")
 
 
-def _chat_choice(output: CompletionOutput, num_top: int, tokenizer: Any) -> dict[str, Any]:
-    logprobs = None
-    if output.logprobs is not None:
-        token = partial(_token_and_bytes, tokenizer)
-        content = [
-            {**token(i, entries[i]), "top_logprobs": [token(*best) for best in _best_first(entries)[:num_top]]}
-            for i, entries in zip(output.token_ids, output.logprobs, strict=True)
-        ]
-        logprobs = {"content": content, "refusal": None}
+def _choice(output: CompletionOutput, line: RequestLine, tokenizer: Any) -> dict[str, Any]:
     message = {"role": "assistant", "content": output.text, "refusal": None}
-    reason = output.finish_reason
-    return {"index": output.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+    return {
+        "index": output.index,
+        **({"message": message} if line.url == CHAT else {"text": output.text}),
+        "logprobs": None if output.logprobs is None else _logprobs(output, line, tokenizer),
+        "finish_reason": output.finish_reason,
+    }
 
 
-def _completion_choice(output: CompletionOutput) -> dict[str, Any]:
-    logprobs = None
-    if output.logprobs is not None:
-        tokens = [_token(i, entries[i]) for i, entries in zip(output.token_ids, output.logprobs, strict=True)]
-        logprobs = {
-            "tokens": [token["token"] for token in tokens],
-            "token_logprobs": [token["logprob"] for token in tokens],
-            "top_logprobs": [_best_by_text(entries) for entries in output.logprobs],
-            "text_offset": [0, *accumulate(len(token["token"]) for token in tokens)][:-1],
-        }
-    return {"index": output.index, "text": output.text, "logprobs": logprobs, "finish_reason": output.finish_reason}
+def _logprobs(output: CompletionOutput, line: RequestLine, tokenizer: Any) -> dict[str, Any]:
+    """OpenAI's two shapes of what each token, and the best in its place, have got."""
+    token = partial(_token, tokenizer)
+    steps = list(zip(output.token_ids, output.logprobs or (), strict=True))
+    chosen = [token(token_id, entries[token_id]) for token_id, entries in steps]
+    # The best ids come first, of ties the lowest one.
+    best = [sorted(entries.items(), key=lambda entry: (entry[1].rank or 0, entry[0])) for _, entries in steps]
+    if line.url == CHAT:
+        num_top = line.body.get("top_logprobs", 0)
+        tops = [{"top_logprobs": [token(*entry) for entry in entries[:num_top]]} for entries in best]
+        return {"content": [{**own, **top} for own, top in zip(chosen, tops, strict=True)], "refusal": None}
+    return {
+        "tokens": [own["token"] for own in chosen],
+        "token_logprobs": [own["logprob"] for own in chosen],
+        "top_logprobs": [_by_text([token(*entry) for entry in entries]) for entries in best],
+        "text_offset": [0, *accumulate(len(own["token"]) for own in chosen)][:-1],
+    }
 
 
-def _best_first(entries: Mapping[int, Logprob]) -> list[tuple[int, Logprob]]:
-    """The best ids come first, of ties the lowest one."""
-    return sorted(entries.items(), key=lambda entry: (entry[1].rank or 0, entry[0]))
+def _by_text(tokens: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for token in tokens:
+        found.setdefault(token["token"], token["logprob"])  # of two ids with the same text the better one counts
+    return found
 
 
-def _best_by_text(entries: Mapping[int, Logprob]) -> dict[str, float]:
-    best: dict[str, float] = {}
-    for token in (_token(*entry) for entry in _best_first(entries)):
-        best.setdefault(token["token"], token["logprob"])  # of two ids with the same text the better one counts
-    return best
-
-
-def _token(token_id: int, logprob: Logprob) -> dict[str, Any]:
-    text = f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
-    return {"token": text, "logprob": max(LEAST_LOGPROB, logprob.logprob)}
-
-
-def _token_and_bytes(tokenizer: Any, token_id: int, logprob: Logprob) -> dict[str, Any]:
+def _token(tokenizer: Any, token_id: int, logprob: Logprob) -> dict[str, Any]:
     """Readers join the bytes of tokens that are parts of a character; these have no text of their own."""
-    token = _token(token_id, logprob)
-    is_whole = REPLACEMENT not in token["token"]
-    data = token["token"].encode() if is_whole else partial_bytes(tokenizer, token_id)
-    return {**token, "bytes": None if data is None else list(data)}
+    text = f"token_id:{token_id}" if logprob.decoded_token is None else logprob.decoded_token
+    data = partial_bytes(tokenizer, token_id) if REPLACEMENT in text else text.encode()
+    return {
+        "token": text,
+        "logprob": max(LEAST_LOGPROB, logprob.logprob),
+        "bytes": None if data is None else list(data),
+    }
 
 
 def _digest(data: bytes) -> str:

@@ -16,15 +16,14 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
 from nanoapc.batch_io import MAGIC, compress, decompress
+from nanoapc.engine.output_file import replace_file, sync_folder
 
 SYNC_SECONDS = 5.0
 HEAD = b'{"id": "batch_req_'
@@ -54,8 +53,8 @@ class Journal:
             if not self._is_stream:
                 stack.enter_context(_locked(lock))
             self._is_new = not self._is_stream and not self.path.exists()
-            if self._is_new and self.path != self._final and self._final.exists():
-                _rewrite(self._final, self.path, partial(decompress, suffix=self._suffix, name=path))
+            if self._is_new and self._final.exists():
+                _rewrite(self._final, self.path, decompress, self._suffix, path)
             target: Any = os.dup(sys.stdout.fileno()) if path == "-" else path if self._is_stream else self.path
             self._file = stack.enter_context(open(target, "ab", 0))
             self.sync()
@@ -71,13 +70,12 @@ class Journal:
                 result = _parse(line)
                 if result is None and _is_torn(line, number):
                     break
-                is_blank = not line.strip()  # somebody has removed a result, but not its line
-                if not is_blank and not _is_result(result):
-                    raise ValueError(f"{self.path}, line {number}, is no result of a batch; choose another output")
+                if line.strip():  # else somebody has removed a result, but not its line
+                    if not _is_result(result):
+                        raise ValueError(f"{self.path}, line {number}, is no result of a batch; choose another output")
+                    yield result
                 self._size += len(line)
                 ends_whole = line.endswith(b"\n")
-                if not is_blank:
-                    yield result
         self._cut()
         if not ends_whole:
             self.write(b"\n")
@@ -102,23 +100,19 @@ class Journal:
                 what = "was removed, replaced or cut while the run wrote to it, so results are lost"
                 raise OutputLost(f"{self.path} {what}; remove what is left of it, and run the command again")
             os.fsync(self._file.fileno())
-            _sync_folder(self.path)
+            sync_folder(self.path)
         self._next_sync = time.monotonic() + SYNC_SECONDS
 
     def complete(self) -> None:
         """The batch is complete: compresses the file if its name asks for it."""
         self.sync()
         if not self._is_stream and self.path != self._final:
-            _rewrite(self.path, self._final, partial(compress, suffix=self._suffix))
+            _rewrite(self.path, self._final, compress, self._suffix)
             self.path.unlink()
 
     def _is_in_place(self) -> bool:
         """Whether the file that is open still has its name and all that was written."""
-        ours = os.fstat(self._file.fileno())
-        try:
-            return os.path.samestat(ours, os.stat(self.path)) and ours.st_size >= self._size
-        except OSError:
-            return False
+        return _has_name(self._file, self.path) and os.fstat(self._file.fileno()).st_size >= self._size
 
     def _cut(self) -> None:
         """Removes what stands behind the last whole line."""
@@ -148,11 +142,10 @@ def _locked(path: Path) -> Iterator[None]:
     if path.exists() and (not path.is_file() or path.stat().st_size):
         raise ValueError(f"{path} is no lock file, it holds something; rename it, or choose another output")
     with open(path, "ab") as file:
-        try:
+        is_ours = False
+        with suppress(BlockingIOError):
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            is_ours = os.path.samestat(os.fstat(file.fileno()), os.stat(path))  # else its owner has just removed it
-        except (BlockingIOError, FileNotFoundError):
-            is_ours = False
+            is_ours = _has_name(file, path)  # else its owner has just removed it
         if not is_ours:
             raise ValueError(f"{path.with_suffix('')} is being written by another run ({path} is locked)")
         try:
@@ -161,29 +154,19 @@ def _locked(path: Path) -> Iterator[None]:
             path.unlink(missing_ok=True)
 
 
-def _rewrite(source: Path, target: Path, copy: Callable[[IO[bytes], IO[bytes]], None]) -> None:
-    """Copies a file to another, which appears when it is whole."""
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix="nanoapc-", suffix=".tmp", delete=False) as new:
-        try:
-            with open(source, "rb") as old:
-                copy(old, new)
-            new.flush()
-            os.fsync(new.fileno())
-            shutil.copymode(source, new.name)
-            os.replace(new.name, target)
-        except BaseException:
-            os.unlink(new.name)
-            raise
-    _sync_folder(target)
-
-
-def _sync_folder(path: Path) -> None:
-    """The file's name survives a power failure, too."""
-    folder = os.open(path.parent, os.O_RDONLY)
+def _has_name(file: IO[bytes], path: Path) -> bool:
+    """Whether an open file still has its name."""
     try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
+        return os.path.samefile(file.fileno(), path)
+    except OSError:
+        return False
+
+
+def _rewrite(source: Path, target: Path, convert: Callable[..., None], *arguments: str) -> None:
+    """Converts a file into another, which only those who may read the first one may read."""
+    with open(source, "rb") as old, replace_file(target) as new:
+        shutil.copymode(source, new.name)
+        convert(old, new, *arguments)
 
 
 def _parse(line: bytes) -> Any:

@@ -36,32 +36,36 @@ PREFIX_FIELDS = ("cache_salt", "chat_template", "chat_template_kwargs", "tools",
 MAX_MODELS = 100
 TABLES = """
 CREATE TABLE line (
-    number INTEGER PRIMARY KEY, offset INTEGER, length INTEGER, id BLOB, digest TEXT, prefix BLOB, done INT DEFAULT 0
+    number INTEGER PRIMARY KEY, offset INTEGER, length INTEGER, id BLOB, digest TEXT, prefix BLOB, done INTEGER
 );
 CREATE TABLE waiting (number INTEGER PRIMARY KEY, result BLOB, failed INTEGER);
 """
 
 
 class BatchPlan:
-    """The lines of one file (see `open_input`); total: those that are not blank; models: what they ask for.
+    """The lines of one file (see `open_input`). total: those that are not blank; num_left: those without a result;
+    models: what they ask for.
 
     Raises:
         ValueError: the file is no UTF-8 text file, or custom_ids are not unique. OSError: it cannot be read.
     """
 
     def __init__(self, path: str, quiet: bool = True):
+        self.path = path
         self._file = open_input(path)
         self._database = open_database(TABLES)
         self.models: set[str | None] = set()  # None: a line that names none, or more models than are kept
         size = os.fstat(self._file.fileno()).st_size
         with tqdm(total=size, desc="Reading", unit="B", unit_scale=True, disable=quiet, leave=False) as bar:
-            self._database.executemany(
-                "INSERT INTO line (number, offset, length, id, digest, prefix) VALUES (?, ?, ?, ?, ?, ?)",
-                self._rows(bar.update),
-            )
+            self._database.executemany("INSERT INTO line VALUES (?, ?, ?, ?, ?, ?, 0)", self._rows(bar.update))
         self._database.execute("CREATE INDEX by_id ON line (id)")
         self.total: int = self._database.execute("SELECT count(*) FROM line").fetchone()[0]
-        self._refuse_duplicates(path)
+        self.num_left = self.total
+        query = "SELECT min(number), max(number) FROM line GROUP BY id HAVING count(*) > 1 LIMIT 1"
+        for first, last in self._database.execute(query).fetchall():
+            custom_id = str(parse_line(*next(self._read("WHERE number = ?", first))).custom_id)
+            where = f"lines {first} and {last} of {path}"
+            raise ValueError(f"{where} have the same custom_id {custom_id[:100]!r}; give each its own")
 
     def _rows(self, progress: Callable[[int], object]) -> Iterator[tuple[Any, ...]]:
         offset = number = 0
@@ -79,13 +83,6 @@ class BatchPlan:
                 key = prefix_key(line.url, *(line.body.get(name) for name in PREFIX_FIELDS))
                 yield number, start, len(data), line_id(line.custom_id, line.digest), line.digest, key
 
-    def _refuse_duplicates(self, path: str) -> None:
-        query = "SELECT min(number), max(number) FROM line GROUP BY id HAVING count(*) > 1 LIMIT 1"
-        for first, last in self._database.execute(query).fetchall():
-            custom_id = parse_line(*next(self._read("WHERE number = ?", first))).custom_id
-            name = str(custom_id)[:100]
-            raise ValueError(f"lines {first} and {last} of {path} have the same custom_id {name!r}; give each its own")
-
     def mark_done(self, custom_id: str | None, digest: str) -> bool | None:
         """Says that a line has its result. True; False if it now asks for something else; None if no line lacks it."""
         identity = line_id(custom_id, digest)
@@ -93,12 +90,8 @@ class BatchPlan:
         if row is None:
             return None
         self._database.execute("UPDATE line SET done = 1 WHERE id = ?", (identity,))
+        self.num_left -= 1
         return bool(row[0] == digest)
-
-    @property
-    def num_left(self) -> int:
-        """Lines without a result."""
-        return int(self._database.execute("SELECT count(*) FROM line WHERE NOT done").fetchone()[0])
 
     def in_order_so_far(self) -> bool:
         """Whether no line with a result follows one without."""
@@ -114,19 +107,19 @@ class BatchPlan:
         for number, offset, length in rows:
             yield number, os.pread(self._file.fileno(), length, offset)
 
-    def in_input_order(self, write: Callable[[bytes, bool], None]) -> Callable[[int, bytes, bool], None]:
-        """A function that takes (number, result, failed) in any order and calls `write` in the order of the input."""
+    def in_input_order(self, write: Callable[[int, bytes, bool], None]) -> Callable[[int, bytes, bool], None]:
+        """A function that takes (number, result, failed) in any order and gives them to `write` in input order."""
         numbers = self._database.execute("SELECT number FROM line WHERE NOT done ORDER BY number")
         expected = numbers.fetchone()
 
-        def take(number: int, result: bytes, failed: bool) -> None:
+        def take(*result: Any) -> None:
             nonlocal expected
-            self._database.execute("INSERT INTO waiting VALUES (?, ?, ?)", (number, result, failed))
-            query = "SELECT result, failed FROM waiting WHERE number = ?"
+            self._database.execute("INSERT INTO waiting VALUES (?, ?, ?)", result)
+            query = "SELECT * FROM waiting WHERE number = ?"
             while expected and (row := self._database.execute(query, expected).fetchone()):
                 self._database.execute("DELETE FROM waiting WHERE number = ?", expected)
                 expected = numbers.fetchone()
-                write(row[0], bool(row[1]))
+                write(*row)
 
         return take
 

@@ -48,35 +48,33 @@ def _add_run_batch(commands: Any) -> None:
     add("--dry-run", action="store_true", help="check all lines and count their tokens; no model is loaded")
     add("--quiet", action="store_true", help="no progress and no summary")
     add("--ray", type=int, metavar="WORKERS", help="run on so many workers of a Ray cluster (RAY_ADDRESS), or locally")
-    _add_engine_options(parser)
+    _add_engine_options(parser.add_argument_group("engine options"))
     parser.set_defaults(run=_run_batch)
 
 
-def _add_engine_options(parser: argparse.ArgumentParser) -> None:
+def _add_engine_options(group: Any) -> None:
     """One option for each field of EngineConfig; options that are not given are not in the result."""
-    group = parser.add_argument_group("engine options")
     meanings = dict(re.findall(r"^(\w+): (.*(?:\n .*)*)", inspect.getdoc(EngineConfig) or "", re.MULTILINE))
     for field in dataclasses.fields(EngineConfig):
         kind = str(field.type).removesuffix(" | None")
-        options: dict[str, Any] = {"default": argparse.SUPPRESS, "dest": f"engine_{field.name}"}
+        action: dict[str, Any] = {"type": TYPES.get(kind, str), "metavar": kind.upper()}
         if kind == "bool":
-            options["action"] = argparse.BooleanOptionalAction
-        else:
-            options |= {"type": TYPES.get(kind, str), "metavar": kind.upper()}
+            action = {"action": argparse.BooleanOptionalAction}
         required = field.default is dataclasses.MISSING
         default = "" if required else f" (default: {field.default})"
         meaning = " ".join(meanings.get(field.name, "").split()) + default
-        flag = "--" + field.name.replace("_", "-")
-        group.add_argument(flag, help=meaning.replace("%", "%%"), required=required, **options)
+        flag, text = "--" + field.name.replace("_", "-"), meaning.replace("%", "%%")
+        group.add_argument(flag, help=text, required=required, default=argparse.SUPPRESS, **action)
 
 
 def _run_batch(args: argparse.Namespace) -> int:
-    engine = {name.removeprefix("engine_"): value for name, value in vars(args).items() if name.startswith("engine_")}
-    model = engine.pop("model")
-    names = args.served_model_name
+    given = [field.name for field in dataclasses.fields(EngineConfig) if field.name in args]
+    options = {name: getattr(args, name) for name in given}
+    model = options.pop("model")
+    options |= {"quiet": args.quiet, "served_model_names": args.served_model_name}
     try:
         if args.dry_run:
-            checked = dry_run(args.input_file, model, quiet=args.quiet, served_model_names=names, **engine)
+            checked = dry_run(args.input_file, model, **options)
             unnamed = checked.failed - len(checked.errors)
             for text in (*checked.errors, *[f"... {unnamed} more"] * (unnamed > 0)):
                 _print_error(text)
@@ -84,17 +82,8 @@ def _run_batch(args: argparse.Namespace) -> int:
             return int(checked.failed > 0)
         if args.output_file is None:
             raise ValueError("say where the results go: -o FILE, or -o - for standard output")
-        summary = run_batch(
-            args.input_file,
-            args.output_file,
-            model,
-            error_file=args.error_file,
-            ordered=args.ordered,
-            quiet=args.quiet,
-            served_model_names=names,
-            ray_workers=args.ray,
-            **engine,
-        )
+        options |= {"error_file": args.error_file, "ordered": args.ordered, "ray_workers": args.ray}
+        summary = run_batch(args.input_file, args.output_file, model, **options)
     except StoppedBySignal as stop:
         _say(f"stopped by {stop}; repeat the command to go on")
         return 128 + stop.signum

@@ -19,11 +19,8 @@ class Speed:
         self.computed += len(output.prompt_token_ids) - output.num_cached_tokens
         self.cached += output.num_cached_tokens
         self.generated += sum(len(completion.token_ids) for completion in output.outputs)
-        if not self.bar.disable:
-            seconds = max(self.bar.format_dict["elapsed"], 1e-9)
-            self.bar.set_postfix_str(
-                f"prompt {self.computed / seconds:.0f} tok/s + {self.cached} cached, "
-                f"output {self.generated / seconds:.0f} tok/s",
-                refresh=False,
-            )
+        seconds = max(self.bar.format_dict["elapsed"], 1e-9)
+        prompt, generated = self.computed / seconds, self.generated / seconds
+        text = f"prompt {prompt:.0f} tok/s + {self.cached} cached, output {generated:.0f} tok/s"
+        self.bar.set_postfix_str(text, refresh=False)
         self.bar.update(1)

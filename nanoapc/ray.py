@@ -24,8 +24,8 @@ try:
 except ImportError as error:
     raise ImportError(f"several machines need Ray ({error}): pip install 'nanoapc[ray]'") from None
 
-from nanoapc.batch_file import Emit, Line, answer
-from nanoapc.batch_format import encode_line
+from nanoapc.batch_file import Emit, answer
+from nanoapc.batch_format import Line, encode_line
 from nanoapc.batch_plan import prefix_key
 from nanoapc.inputs import groups
 from nanoapc.llm import LLM
@@ -117,10 +117,7 @@ class _LineWorker:
         self._llm, self._names = LLM(model, **engine_options), model_names
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
-        results: dict[int, bytes] = {}
-
-        def emit(number: int, result: Mapping[str, Any]) -> None:
-            results[number] = encode_line(result)
-
-        answer(self._llm, self._names, zip(batch["number"].tolist(), batch["line"], strict=True), emit)
-        return {"number": list(results), "result": list(results.values())}
+        results: dict[int, Mapping[str, Any]] = {}
+        lines = zip(batch["number"].tolist(), batch["line"], strict=True)
+        answer(self._llm, self._names, lines, results.__setitem__)
+        return {"number": list(results), "result": [*map(encode_line, results.values())]}

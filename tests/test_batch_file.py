@@ -99,6 +99,12 @@ def test_a_compressed_output_is_whole_or_not_there(
     assert {name: value for name, value in answers(read_results(tmp_path / "plain")).items() if name != "late"} == clean
 
 
+def test_a_full_disk_is_no_damage(tmp_path: Path) -> None:
+    (tmp_path / "in.gz").write_bytes(compressed(".gz", b"text"))
+    with open(tmp_path / "in.gz", "rb") as packed, open("/dev/full", "wb", 0) as full, pytest.raises(OSError):
+        decompress(packed, full, ".gz", "in.gz")
+
+
 def test_zstd_without_a_library_says_what_to_install(tmp_path: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "compression", None)
     monkeypatch.setitem(sys.modules, "zstandard", None)
@@ -133,6 +139,12 @@ def test_failed_lines_go_to_the_error_file_and_both_files_are_the_journal(tmp_pa
     summary = run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm, **options)
     assert (summary.resumed, summary.failed, summary.exit_code) == (6, 3, 1)
     assert before == [(tmp_path / name).read_bytes() for name in ("out.jsonl", "errors.jsonl")]
+
+
+def test_options_of_an_engine_that_is_there_already_are_refused(tmp_path: Path, llm: LLM) -> None:
+    for options in ({"max_num_seqs": 1}, {"ray_workers": 2}):
+        with pytest.raises(ValueError, match="need a model's name instead of an LLM"):
+            run(tmp_path, llm, GOOD, **options)
 
 
 # -- order ---------------------------------------------------------------------------------------------------

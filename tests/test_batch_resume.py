@@ -23,6 +23,7 @@ from llm_helpers import DEFAULTS, assert_idle
 from nanoapc import LLM
 from nanoapc.batch_file import BatchStopped, StoppedBySignal, _Signals, run_batch
 from nanoapc.batch_journal import Journal
+from nanoapc.engine.output_file import replace_file
 
 LINES = [
     *(completion(f"c{i}", f"the lazy dog {i % 4} {i}") for i in range(8)),
@@ -301,7 +302,7 @@ def test_what_a_run_makes_beside_an_output_is_no_file_that_it_was_given(
     files = {"input_path": "in.jsonl", "output_path": output, role: taken}
     if role == "output_path":
         files["error_file"] = output
-    with pytest.raises(ValueError, match="is what a run makes beside"):
+    with pytest.raises(ValueError, match="or what a run makes beside it"):
         run_batch(files.pop("input_path"), files.pop("output_path"), str(model_dir), **files)
     assert before == {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
 
@@ -344,6 +345,20 @@ def test_packing_leaves_every_other_file_alone(tmp_path: Path, source: Path, llm
     assert (tmp_path / "out.jsonl.gz.tmp").read_text() == "my notes"
     assert {path.name for path in tmp_path.iterdir()} == {"in.jsonl", "out.jsonl.gz", "out.jsonl.gz.tmp"}
     assert (tmp_path / "out.jsonl.gz").stat().st_mode == source.stat().st_mode
+
+
+def test_a_file_is_replaced_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "x"
+    for content, mode in ((b"old", 0o600), (b"new", 0o666)):
+        with replace_file(target, mode) as file:
+            file.write(content)
+            assert not target.exists() or target.read_bytes() == b"old"
+        assert target.read_bytes() == content and target.stat().st_mode & 0o700 == 0o600
+        assert mode == 0o666 or target.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(KeyboardInterrupt), replace_file(target) as file:
+        file.write(b"half of it")
+        raise KeyboardInterrupt
+    assert target.read_bytes() == b"new" and list(tmp_path.iterdir()) == [target]
 
 
 @pytest.mark.parametrize("suffix", ["", ".gz"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import shutil
 import stat
 import subprocess
@@ -159,7 +160,7 @@ class TestSaving:
         def full(descriptor: int) -> None:
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(prefix_store.os, "fsync", full)
+        monkeypatch.setattr(os, "fsync", full)
         with pytest.raises(OSError, match="No space left"):
             llm.save_prefix_cache()
         with caplog.at_level(logging.WARNING):

@@ -20,18 +20,15 @@ needs for its last token alone) are left out.
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nanoapc.engine.output_file import output_file
+from nanoapc.engine.output_file import output_file, replace_file
 
 if TYPE_CHECKING:
     from nanoapc.engine.scheduler import Scheduler
@@ -197,11 +194,8 @@ class MetricsFile:
     def write(self, metrics: Metrics) -> None:
         """Replaces the file. If that fails the run goes on: there is a warning, and another try when it is due."""
         self._written = time.monotonic()
-        temporary = Path(f"{self._path}.{os.getpid()}.tmp")  # no *.prom: the node exporter must not see it
         try:
-            temporary.write_text(metrics.to_prometheus(), encoding="utf-8")
-            temporary.replace(self._path)
+            with replace_file(self._path) as file:  # which is no *.prom before it is whole
+                file.write(metrics.to_prometheus().encode())
         except OSError as error:
             logger.warning("the metrics file cannot be written: %s", error)
-            with contextlib.suppress(OSError):
-                temporary.unlink()

@@ -1,13 +1,19 @@
-"""Files that are written while an engine lives, or at its end: which place on the disk a name stands for.
+"""Files that are written while an engine lives, or at its end: which place a name stands for, how a file is replaced.
 
-Invariant: it is settled once, when the engine is made. A later change of the working directory moves no file, links are
-followed instead of replaced, and what is no regular file (a device, a pipe) is never replaced by one.
+Invariants: a place is settled once, when the engine is made. A later change of the working directory moves no file,
+links are followed instead of replaced, and what is no regular file (a device, a pipe) is never replaced by one. A file
+that is replaced is at any moment the old one or the new one, whole; a power failure changes nothing about that.
 """
 
 from __future__ import annotations
 
 import os
+import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
+from typing import IO
 
 
 def output_file(argument: str, path: str) -> Path:
@@ -22,3 +28,32 @@ def output_file(argument: str, path: str) -> Path:
     if place.exists() and not place.is_file():
         raise ValueError(f"{argument}={path!r} is no regular file; name another")
     return place
+
+
+@contextmanager
+def replace_file(path: Path, mode: int = 0o666) -> Iterator[IO[bytes]]:
+    """A new file to be written, which takes the place of `path` when the block has ended; after an error the old one
+    stays, and nothing of the new one.
+
+    mode: who may read and write it, less the umask.
+    """
+    new = path.with_name(f"nanoapc-{secrets.token_hex(8)}.tmp")
+    try:
+        with open(new, "xb", opener=partial(os.open, mode=mode)) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+    except BaseException:
+        new.unlink(missing_ok=True)
+        raise
+    sync_folder(path)
+
+
+def sync_folder(path: Path) -> None:
+    """The name of this file survives a power failure, too."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

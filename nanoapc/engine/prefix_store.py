@@ -23,9 +23,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
-import os
 import struct
-from tempfile import NamedTemporaryFile
 from typing import Any
 
 import numpy as np
@@ -36,7 +34,7 @@ from torch import Tensor
 
 from nanoapc.engine.block_manager import TOKEN_BYTES, BlockManager
 from nanoapc.engine.block_pool import Block, BlockPool
-from nanoapc.engine.output_file import output_file
+from nanoapc.engine.output_file import output_file, replace_file
 from nanoapc.engine.sequence import Sequence
 from nanoapc.inputs import groups
 from nanoapc.kernels import Kernels
@@ -84,16 +82,8 @@ class PrefixStore:
         chains = _chains(self.manager.pool, step)
         blocks = list({block.prefix: block for chain in chains for block in chain}.values())
         if blocks:
-            # Others may not read it: prompts and salts are in it.
-            with NamedTemporaryFile(dir=self.path.parent, prefix=f"{self.path.name}.", delete=False) as file:
-                try:
-                    self._write(file, chains, blocks)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    os.replace(file.name, self.path)
-                except BaseException:
-                    os.unlink(file.name)
-                    raise
+            with replace_file(self.path, mode=0o600) as file:  # prompts and salts are in it
+                self._write(file, chains, blocks)
         logger.info("%d cached blocks are in %s", len(blocks), self.path)
         return len(blocks)
 
