@@ -6,7 +6,9 @@ torch.cuda that the engine calls are replaced. Kernels are the Triton ones, in t
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,9 +24,9 @@ from tiny_models import make_tiny_model, random_ids
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from nanoapc import LLM
+from nanoapc import LLM, EngineConfig
 from nanoapc.engine.cuda_graphs import CudaBackend
-from nanoapc.engine.kv_memory import MemoryUse, measure_memory
+from nanoapc.engine.kv_memory import MemoryUse, count_blocks, measure_memory
 from nanoapc.engine.transfer import NUM_BUFFERS, PinnedTransfer, Transfer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that the CPU is a CUDA device")
@@ -151,6 +153,18 @@ class FakeGraph:
 
 
 pools: list[Any] = []
+current: list[Any] = []
+
+
+@contextmanager
+def current_device(device: Any) -> Iterator[None]:
+    current.append(device)
+    yield
+    current.pop()
+
+
+def check_current_device() -> None:
+    assert current[-1:] == [torch.device("cuda:0")], "another device than the engine's may be current here"
 
 
 @contextmanager
@@ -164,9 +178,11 @@ def fake_capture(graph: FakeGraph, pool: Any) -> Iterator[None]:
 def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch.cuda with one device of 3 GiB, of which others hold 1 GiB."""
     gib = 2**30
-    event = SimpleNamespace(record=lambda: None, synchronize=lambda: None)
+    event = SimpleNamespace(record=check_current_device, synchronize=lambda: None)
     replaced: dict[str, Any] = {
         "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device": current_device,
         "synchronize": lambda *_: None,
         "empty_cache": lambda: None,
         "reset_peak_memory_stats": lambda *_: None,
@@ -220,7 +236,37 @@ def test_an_engine_on_cuda(cuda: None, tmp_path: Path) -> None:
             assert num_blocks == most if more else most / 2 < num_blocks < most, "some is left for graphs"
             results.append([visible(output) for output in llm.generate(prompts, params, use_tqdm=False)])
             assert_idle(llm)
-    assert results[0] == results[1] and FakeGraph.replays >= 3
+    assert results[0] == results[1] and FakeGraph.replays >= 3 and not current
+
+
+def test_a_closed_engine_gives_its_memory_back_at_once(cuda: None, tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    make_tiny_model(tmp_path, num_hidden_layers=1)
+    gc.collect()
+    gc.disable()
+    try:
+        llm = LLM(tmp_path, device="cuda", max_num_seqs=2, max_model_len=40, num_kv_blocks=8, dtype="float32")
+        run = llm.engine.runner
+        assert run.graphs is not None
+        # What FakeGraph keeps, a captured graph does not: the frame that it was captured in.
+        for graph in (graph for graphs in run.graphs.buckets.values() for graph in graphs):
+            graph.replay = lambda: None
+        llm.generate([5, 6, 7], greedy(1), use_tqdm=False)
+        alive = [weakref.ref(thing) for thing in (run, run.model, run.kv_memory)]
+        del run, graph
+        llm.close()
+        assert [ref() is None for ref in alive] == [True] * 3
+    finally:
+        gc.enable()
+
+
+def test_a_tiny_model_does_not_get_millions_of_blocks() -> None:
+    model = SimpleNamespace(kv_bytes=8)
+    use = MemoryUse(total=140 * 2**30, outside=0, peak=0, graphs=0)
+    config = EngineConfig.from_arguments("model", max_num_seqs=4)
+    assert count_blocks(config, model, 100, lambda: use) == 2**20
+    config = EngineConfig.from_arguments("model", max_num_seqs=2**16)
+    assert count_blocks(config, model, 1000, lambda: use) == 2**16 * 64, "but all that run must fit"
 
 
 def test_too_little_memory_is_told_with_all_numbers(cuda: None, tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ GRAPH_BYTES = 4 * 2**20
 
 def bucket_sizes(max_num_seqs: int) -> list[int]:
     """Rows that graphs are captured for, ascending: fine where a row counts, at most a fifth of padding above 64."""
-    sizes = [1, 2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, 257, 32), *range(320, max_num_seqs, 64)]
+    sizes = [1, 2, 4, *range(8, 65, 8)]
+    while sizes[-1] < max_num_seqs:
+        sizes.append(sizes[-1] + 2 ** (sizes[-1].bit_length() - 3))  # 64 + 16 ... 128 + 32 ... 256 + 64 ...
     return [size for size in sizes if size < max_num_seqs] + [max_num_seqs]
 
 

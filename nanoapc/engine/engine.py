@@ -17,6 +17,7 @@ import hashlib
 import logging
 import time
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +87,8 @@ class Engine:
         self._num_sequences = 0
         self._settled_at = 0.0
         self.phases = {phase: PhaseStats() for phase in ("prefill", "decode", "mixed")}
-        self._build(str(directory), log_events)
+        with self._current_device():
+            self._build(str(directory), log_events)
 
     def _build(self, directory: str, log_events: bool) -> None:
         config, model_config, max_model_len = self.config, self.model_config, self.inputs.max_model_len
@@ -121,6 +123,10 @@ class Engine:
         wanted = on_cuda if config.async_scheduling is None else config.async_scheduling
         self.overlap = wanted and self.events is None
         self._in_flight: tuple[InFlight, float] | None = None  # and when the host began with it
+
+    def _current_device(self) -> AbstractContextManager[Any]:
+        """Inside it streams, events and kernels are those of this engine's device, whichever thread runs."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _make_runner(self, model: CausalLM, num_blocks: int) -> ModelRunner:
         config, kernels = self.config, model.kernels
@@ -200,13 +206,14 @@ class Engine:
             raise RuntimeError(self.dead)
         self._in_step = True
         try:
-            step = self._in_flight or self._launch()
-            if step is None:
-                return []
-            self._in_flight = self._launch() if self.overlap else None
-            ended = self._settle(*step)
-            if not self.scheduler.has_unfinished:
-                self._drain()
+            with self._current_device():
+                step = self._in_flight or self._launch()
+                if step is None:
+                    return []
+                self._in_flight = self._launch() if self.overlap else None
+                ended = self._settle(*step)
+                if not self.scheduler.has_unfinished:
+                    self._drain()
         except BaseException:
             self._in_flight = None
             self.scheduler.step_failed(host_is_whole=self._at_device)
@@ -289,7 +296,8 @@ class Engine:
         if self.store is not None:
             self.store.origin["weights"] = str(self._digest)
         if self.runner.graphs is not None:
-            self.runner.graphs.capture()  # they hold the addresses of the old ones
+            with self._current_device():
+                self.runner.graphs.capture()  # they hold the addresses of the old ones
         self.manager.reset()
 
     def close(self) -> None:
@@ -303,7 +311,10 @@ class Engine:
                 self.events.close()
             if self.metrics_file is not None:
                 self.metrics_file.write(self.metrics())
+            self.runner.graphs = None  # which refer to the runner: a circle, which is freed late
             del self.runner, self.store
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()  # for other processes
 
     def _save_at_end(self) -> None:
         if self.store is not None:
@@ -328,9 +339,7 @@ def _device(name: str) -> torch.device:
         raise ValueError(f"device={name!r}, but this PyTorch sees no CUDA device; use device='cpu'")
     if device.type == "cpu":
         return torch.device("cpu")
-    if device.index is not None:
-        torch.cuda.set_device(device)  # streams, events and kernels are those of the current device
-    return device
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def make_inputs(config: EngineConfig, directory: Path, model: ModelConfig) -> InputProcessor:

@@ -29,6 +29,9 @@ from nanoapc.models.config import ModelConfig
 
 CPU_SHARE = 0.4
 """Share of the available memory that the KV cache takes on the CPU by default."""
+MOST_BLOCKS = 2**20
+"""Of a cache on CUDA, unless more are asked for or the sequences of a step need more: the host keeps an object for
+each, and a tiny model on a large card would have tens of millions."""
 UNLIMITED = 2**62
 CONTROL_GROUPS = {
     "": ("sys/fs/cgroup", "memory.max", "memory.current", ""),
@@ -88,17 +91,18 @@ def count_blocks(
     """
     size = config.block_size * model.kv_bytes
     needed = -(-max_model_len // config.block_size)
+    of_running = config.max_num_seqs * (needed + 1)  # what all sequences of a step can hold
     if config.num_kv_blocks is not None:
         count, source = config.num_kv_blocks, f"num_kv_blocks={config.num_kv_blocks}"
     elif config.kv_cache_memory is not None:
         count, source = config.kv_cache_memory // size, f"kv_cache_memory={config.kv_cache_memory} bytes"
     elif measure is not None:
         use = measure()
-        count = max(use.left(config.gpu_memory_utilization), 0) // size
+        count = min(max(use.left(config.gpu_memory_utilization), 0) // size, max(MOST_BLOCKS, of_running))
         source = f"gpu_memory_utilization={config.gpu_memory_utilization} of {use},"
     else:
         free = int(CPU_SHARE * available_memory())
-        count = min(max(free, 0) // size, config.max_num_seqs * (needed + 1))
+        count = min(max(free, 0) // size, of_running)
         source = f"{_mib(free)} of free memory"
     if count < needed:
         most = count * config.block_size
