@@ -230,6 +230,7 @@ class Vllm:
 
 def serve_vllm(args: argparse.Namespace) -> None:
     """Answers requests from standard input with vLLM (runs in its environment)."""
+    import torch
     from vllm import LLM, SamplingParams
 
     llm = LLM(
@@ -241,6 +242,7 @@ def serve_vllm(args: argparse.Namespace) -> None:
         skip_tokenizer_init=True,
         disable_log_stats=True,
         seed=0,
+        **({"gpu_memory_utilization": 0.5} if torch.cuda.is_available() else {}),  # the other half is nanoapc's
     )
     print("@0", flush=True)
     for line in sys.stdin:
@@ -533,10 +535,12 @@ def measure(args: argparse.Namespace, folder: str) -> Report:
     import nanoapc  # before torch, as its users do
     from nanoapc.models.checkpoint import resolve_model
 
-    if args.threads:
-        import torch
+    import torch  # isort: skip
 
+    if args.threads:
         torch.set_num_threads(args.threads)
+    if (args.compare or args.sweep) and torch.cuda.is_available():
+        args.options.setdefault("kv_cache_memory", 16 << 30)  # two engines share the card
     if args.model == "embedded":
         args.model = str(Path(nanoapc.__file__).parent / "embedded")
     elif args.model in SHAPES and not Path(args.model).is_dir():

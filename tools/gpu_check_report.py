@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -33,6 +37,7 @@ class Report:
         print(f"{'ok  ' if passed else 'FAIL'} {name} {detail}".rstrip(), flush=True)
         if not passed:
             self.failures.append(name)
+            self.save()
 
     def note(self, name: str, **values: float) -> None:
         """Figures, which are in the file at once, whatever happens to the rest of the run."""
@@ -40,6 +45,26 @@ class Report:
         self.figures[name] = rounded
         print(f"     {name:<42}", "  ".join(f"{key} {value:g}" for key, value in rounded.items()), flush=True)
         self.save()
+
+    def attempt(self, part: Callable[..., None], *arguments: Any) -> None:
+        """Runs part(self, *arguments) with as much of the device's memory as can be had; what it raises is a failure.
+
+        The other parts go on, except in a dry run, which is there to find such errors.
+        """
+        gc.collect()
+        if self.device == "cuda":
+            torch.cuda.empty_cache()  # for other processes, too
+        start = time.perf_counter()
+        try:
+            part(self, *arguments)
+        except Exception as error:
+            self.expect(f"{part.__name__}: {type(error).__name__}: {error}", False)
+            if self.dry:
+                raise
+        finally:
+            if self.device == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
+        print(f"     ({part.__name__}: {time.perf_counter() - start:.0f} s)", flush=True)
 
     def save(self) -> None:
         """Writes the file."""
