@@ -502,6 +502,26 @@ def test_keep_top_equals_the_reference(kernels: Kernels, num_ids: int) -> None:
         assert torch.equal(kernels.keep_top(x, top_k, top_p), REFERENCE.keep_top(x, top_k, top_p))
 
 
+def test_keep_top_cuts_at_the_reference_s_masses(kernels: Kernels) -> None:
+    """Shares that end exactly at a value's mass: a mass that differs by one keeps one value more or less."""
+    x = (torch.randn(1, 3000) * 3).expand(400, -1)
+    masses = fixed_weights(x[0] - x[0].max()).sort(descending=True).values.cumsum(0)
+    counts = torch.linspace(1, 1500, 400).round().long()
+    share = masses[counts - 1].double() / masses[-1].double()
+    exact = (share * masses[-1].double()).ceil().long() == masses[counts - 1]
+    assert exact.float().mean() > 0.3
+    kept = kernels.keep_top(x, torch.full((400,), 3000), share)
+    assert ((kept > -torch.inf).sum(dim=1) == counts)[exact].all()
+
+
+def test_keep_top_passes_over_rows_without_a_greatest(kernels: Kernels) -> None:
+    x = torch.randn(6, 3000)
+    expected = kernels.keep_top(x[::2], torch.tensor([9, 3000, 9]), torch.tensor([1.0, 0.5, 0.5], dtype=torch.float64))
+    x[1, ::3], x[3, 5], x[5] = torch.nan, torch.inf, torch.nan
+    top_k, top_p = torch.tensor([9, 9, 3000, 3000, 9, 9]), torch.tensor([1.0, 0.5, 0.5, 0.5, 0.5, 0.5])
+    assert torch.equal(kernels.keep_top(x, top_k, top_p.double())[::2], expected)
+
+
 @pytest.mark.parametrize("num_ids", [1, 5, 300, 5000, 151_936])
 def test_largest_equals_the_reference(kernels: Kernels, num_ids: int) -> None:
     x = rows_of_logits(num_ids)[:3]

@@ -13,7 +13,6 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
-from nanoapc.kernels import reference_sampling
 from nanoapc.kernels.reference import ReferenceKernels
 from nanoapc.kernels.reference_sampling import keep_top, largest
 from nanoapc.layers.sampler import Sampler, SamplingRows, make_state, sequence_seed
@@ -258,28 +257,11 @@ def test_filters_keep_what_the_naive_ones_keep(data):
         row[data.draw(st.integers(0, V - 1))] = 0.0
     top_k = data.draw(st.lists(st.integers(1, V), min_size=n, max_size=n))
     top_p = data.draw(st.lists(st.sampled_from([0.1, 0.37, 0.62, 0.93, 1.0]), min_size=n, max_size=n))
-    width = data.draw(st.integers(max([k for k in top_k if k < V], default=1), V))
     expected = [naive_keep(*row) for row in zip(x, top_k, top_p, strict=True)]
     assume(all(margin > 1e-5 for _, margin in expected))
-    out = keep_top(torch.tensor(x), torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64), width)
+    out = keep_top(torch.tensor(x), torch.tensor(top_k), torch.tensor(top_p, dtype=torch.float64))
     for given_row, row, (kept, _) in zip(x, out.tolist(), expected, strict=True):
         assert row == [v if i in kept else NEG_INF for i, v in enumerate(given_row)]
-
-
-def test_a_nucleus_wider_than_the_first_look_is_found_whole(monkeypatch):
-    x = torch.linspace(0, -1, 6000).repeat(3, 1)[:, torch.randperm(6000)]
-    x[1] -= torch.arange(6000) * 0.1  # a narrow one
-    x -= x.amax(dim=-1, keepdim=True)
-    full = torch.full((3,), 6000)
-    top_p = torch.tensor([0.9, 0.9, 0.01], dtype=torch.float64)
-    widths = []
-    original = reference_sampling.largest
-    monkeypatch.setattr(reference_sampling, "largest", lambda x, k: widths.append((len(x), k)) or original(x, k))
-    out = keep_top(x, full, top_p, 1024)
-    assert widths == [(3, 1024), (1, 6000)]  # only the row that needs it is ranked whole
-    assert torch.equal(out, keep_top(x, full, top_p, 6000))
-    kept = out[0] > NEG_INF
-    assert kept.sum() > 1024 and x[0].softmax(0)[kept].sum() == pytest.approx(0.9, abs=1e-3)
 
 
 @given(st.data())

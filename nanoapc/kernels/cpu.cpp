@@ -5,6 +5,7 @@
 
 #include "cpu_attention.h"
 #include "cpu_linear.h"
+#include "cpu_sampling.h"
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -16,13 +17,6 @@
 #include <vector>
 
 namespace nanoapc {
-
-template <typename F> void for_dtype(const Tensor& x, const F& f) {
-  if (x.scalar_type() == at::kFloat) return f(float{});
-  if (x.scalar_type() == at::kBFloat16) return f(c10::BFloat16{});
-  if (x.scalar_type() == at::kHalf) return f(c10::Half{});
-  TORCH_CHECK(false, "the CPU kernels take float32, bfloat16 or float16, not ", x.scalar_type());
-}
 
 // ---- linear ----
 
@@ -143,13 +137,6 @@ Tensor attention(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, c
 
 // ---- element-wise steps ----
 
-// Calls f(row) for each row, on several threads once there is enough to do.
-template <typename F> void for_rows(int64_t num_rows, int64_t row_size, const F& f) {
-  at::parallel_for(0, num_rows, std::max<int64_t>(1, (1 << 14) / row_size), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) f(i);
-  });
-}
-
 // out = T(x / rms(x)) * weight for one row of n floats; x and out may be the same
 template <typename T> void normalise(const float* x, const T* weight, int64_t n, double eps, float* out) {
   f32x16 squares{};
@@ -264,96 +251,6 @@ void copy_blocks(const Tensor& kv_memory, at::IntArrayRef copies) {
   }
 }
 
-// ---- sampling ----
-
-template <typename U> inline U mix(U x) {
-  x ^= x >> 16;
-  x *= 0x7feb352du;
-  x ^= x >> 15;
-  x *= 0x846ca68bu;
-  return x ^ (x >> 16);
-}
-
-// At least the noise of these hashes, by less than 0.1 where it is large. With v = 1 - u and t = -log(u):
-// t = v + v^2/2 + v^3/3 + ... >= y, the first three terms, so -log(t) <= -log(y); the logarithm is taken cheaply.
-inline f32x16 noise_bound(u32x16 hash) {
-  const f32x16 v = (0x1000000 - __builtin_convertvector((i32x16)(hash >> 8), f32x16) - 0.5f) * 0x1p-24f;
-  const f32x16 y = v * (v * (v * 0.33333333f + 0.5f) + 1.0f);
-  const i32x16 bits = (i32x16)y;
-  const f32x16 exponent = __builtin_convertvector((bits >> 23) - 127, f32x16);
-  const f32x16 m = (f32x16)((bits & 0x7fffff) | 0x3f800000) - 1.0f;
-  const f32x16 log2 = exponent + m * (1.4247f - m * 0.4247f);  // within 0.01
-  return log2 * -0.69314718f + 0.02f;
-}
-
-// The greatest of each row (NaN if one is NaN), and the first id that has it.
-std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
-  TORCH_CHECK(logits.dim() == 2 && logits.stride(1) == 1, "argmax: rows must be contiguous");
-  const int64_t num_rows = logits.size(0), num_ids = logits.size(1);
-  Tensor peaks = at::empty({num_rows}, logits.options().dtype(at::kFloat));
-  Tensor ids = at::empty({num_rows}, logits.options().dtype(at::kLong));
-  float* peak = peaks.mutable_data_ptr<float>();
-  int64_t* id = ids.mutable_data_ptr<int64_t>();
-  for_dtype(logits, [&](auto zero) {
-    using T = decltype(zero);
-    const T* lp = logits.const_data_ptr<T>();
-    for_rows(num_rows, num_ids, [&](int64_t row) {
-      const T* logit = lp + row * logits.stride(0);
-      float best = -INFINITY;
-      int64_t piece = 0;  // the first that has the best
-      i32x16 is_nan{};
-      for (int64_t first = 0; first < num_ids; first += BLOCK) {
-        f32x16 largest = broadcast(-INFINITY);
-        for (int64_t i = first; i < std::min(num_ids, first + BLOCK); i += LANES) {
-          const f32x16 v = lane_numbers() < int32_t(std::min<int64_t>(num_ids - i, LANES))
-                               ? load_some(logit + i, num_ids - i) : broadcast(-INFINITY);
-          largest = max(v, largest), is_nan |= v != v;
-        }
-        if (const float highest = max_lanes(largest); highest > best) best = highest, piece = first;
-      }
-      while (best > -INFINITY && static_cast<float>(logit[piece]) != best) ++piece;
-      id[row] = piece, peak[row] = best;
-      for (int i = 0; i < LANES; ++i) peak[row] = is_nan[i] ? NAN : peak[row];
-    });
-  });
-  return {peaks, ids};
-}
-
-// argmax(logits + noise) per row. The noise costs two logarithms in double precision, so it is taken only for
-// ids whose bound reaches the best value so far: a few of each row.
-Tensor gumbel_argmax(const Tensor& logits, const Tensor& seeds, const Tensor& positions) {
-  TORCH_CHECK(logits.is_contiguous() && logits.scalar_type() == at::kFloat, "gumbel_argmax: float32 logits are needed");
-  const int64_t num_rows = logits.size(0), num_ids = logits.size(1);
-  Tensor ids = at::empty({num_rows}, seeds.options());
-  const float* lp = logits.const_data_ptr<float>();
-  const int64_t *seed = seeds.const_data_ptr<int64_t>(), *position = positions.const_data_ptr<int64_t>();
-  int64_t* out = ids.mutable_data_ptr<int64_t>();
-  for_rows(num_rows, num_ids, [&](int64_t row) {
-    const float* logit = lp + row * num_ids;
-    const uint32_t k0 = mix(mix(uint32_t(position[row])) ^ uint32_t(seed[row]));
-    const uint32_t k1 = mix(k0 ^ uint32_t(uint64_t(seed[row]) >> 32) ^ 0x9e3779b9u);
-    const u32x16 lane = (u32x16)lane_numbers();
-    float best = -INFINITY;
-    out[row] = 0;
-    for (int64_t first = 0; first < num_ids; first += 8 * LANES) {
-      const int64_t end = std::min<int64_t>(first + 8 * LANES, num_ids);
-      f32x16 bound = broadcast(-INFINITY);
-      for (int64_t i = first; i < end; i += LANES) {
-        const u32x16 hash = mix(mix(lane + uint32_t(i) + k0) ^ k1);
-        bound = max(load_some(logit + i, end - i) + noise_bound(hash), bound);
-      }
-      if (max_lanes(bound) < best) continue;
-      for (int64_t i = first; i < end; ++i) {
-        const uint32_t hash = mix(mix(uint32_t(i) + k0) ^ k1);
-        const double u = ((hash >> 8) + 0.5) * 0x1p-24;
-        const float value = logit[i] + static_cast<float>(-std::log(-std::log(u)));
-        if (value > best) best = value, out[row] = i;
-      }
-    }
-  });
-  return ids;
-}
-
 TORCH_LIBRARY(nanoapc_cpu, m) {
   m.def("has_amx() -> bool", &amx_available);
   m.def("linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs, bool gated, bool amx) -> Tensor", &linear);
@@ -368,6 +265,7 @@ TORCH_LIBRARY(nanoapc_cpu, m) {
   m.def("copy_blocks(Tensor kv_memory, int[] copies) -> ()", &copy_blocks);
   m.def("argmax(Tensor logits) -> (Tensor, Tensor)", &argmax);
   m.def("gumbel_argmax(Tensor logits, Tensor seeds, Tensor positions) -> Tensor", &gumbel_argmax);
+  m.def("keep_top(Tensor x, Tensor top_k, Tensor top_p) -> Tensor", &keep_top);
 }
 
 }  // namespace nanoapc

@@ -28,12 +28,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoapc.kernels.reference import ReferenceKernels
-from nanoapc.kernels.reference_sampling import keep_top, largest, logprobs
+from nanoapc.kernels.reference_sampling import largest, logprobs
 
 if TYPE_CHECKING:
     from nanoapc.engine.attention_plan import AttentionPlan
 
-HEADERS = ("cpu_vector.h", "cpu_matrix.h", "cpu_linear.h", "cpu_attention.h")
+HEADERS = ("cpu_vector.h", "cpu_matrix.h", "cpu_linear.h", "cpu_attention.h", "cpu_sampling.h")
 SOURCES = [Path(__file__).parent / name for name in ("cpu.cpp", *HEADERS)]
 
 COMPILE_SECONDS = 600
@@ -73,7 +73,6 @@ class CpuKernels:
         )
         self.argmax: Callable[[Tensor], tuple[Tensor, Tensor]] = self._ops.argmax.default
         self.rope_and_store: Callable[..., Tensor] = self._ops.rope_and_store.default
-        self.keep_top: Callable[[Tensor, Tensor, Tensor], Tensor] = keep_top
         self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
         self.logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = logprobs
 
@@ -114,6 +113,10 @@ class CpuKernels:
     def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         """argmax(logits + noise) per row [n] int64, see `reference.gumbel_noise`."""
         return self._ops.gumbel_argmax(logits.contiguous(), seeds, positions)
+
+    def keep_top(self, x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+        """x [m, V] float32 -> -inf outside the top_k [m] and top_p [m] sets."""
+        return self._ops.keep_top(x.contiguous(), top_k, top_p)
 
 
 def cpu_kernels() -> CpuKernels | ReferenceKernels:

@@ -1,4 +1,4 @@
-"""What filters logits and scores tokens, in plain PyTorch: the specification, and what the CPU runs.
+"""What filters logits and scores tokens, in plain PyTorch: the specification, of which the CPU runs a part.
 
 Invariant: a row's result is a function of that row alone, bit for bit. Sums of probabilities are sums of integers, the
 same in every order and on every device; ties go to the lowest id.
@@ -9,9 +9,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-NUCLEUS_WIDTH = 1024
-"""Candidates looked at before a whole row is ranked: nearly every nucleus is smaller."""
-
 
 def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See `Kernels`."""
@@ -19,23 +16,16 @@ def argmax(logits: Tensor) -> tuple[Tensor, Tensor]:
     return peak.float(), ids
 
 
-def keep_top(x: Tensor, top_k: Tensor, top_p: Tensor, width: int | None = None) -> Tensor:
-    """See `Kernels`. At first only the `width` best ids are looked at; rows with a larger nucleus are ranked whole."""
-    V = x.shape[1]
-    width = width or min(max((k if k < V else NUCLEUS_WIDTH for k in top_k.tolist()), default=1), V)
-    weights = fixed_weights(x - x.amax(dim=-1, keepdim=True))
-    values, ids = largest(x, width)  # [m, width]
-    ranked = weights.gather(1, ids)
-    in_top_k = torch.arange(width, device=x.device) < top_k[:, None]
-    total = torch.where(top_k <= width, (ranked * in_top_k).sum(dim=-1), weights.sum(dim=-1))
-    limit = torch.minimum((top_p * total).ceil().to(torch.int64), total)
-    mass_before = ranked.cumsum(dim=-1) - ranked
-    keep = in_top_k & ((mass_before < limit[:, None]) | (top_p[:, None] >= 1))
-    out = torch.full_like(x, -torch.inf).scatter_(1, ids, values.masked_fill(~keep, -torch.inf))
-    larger = (keep[:, -1] & (top_k > width)).nonzero()[:, 0]  # V > width only then
-    if larger.numel():
-        out[larger] = keep_top(x[larger], top_k[larger], top_p[larger], V)
-    return out
+def keep_top(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
+    """See `Kernels`."""
+    values, ids = x.sort(dim=-1, descending=True, stable=True)
+    in_top_k = torch.arange(x.shape[1], device=x.device) < top_k[:, None]
+    masses = fixed_weights(values - values[:, :1]) * in_top_k
+    total = masses.sum(dim=-1)
+    goal = torch.minimum((top_p * total).ceil().to(torch.int64), total)
+    mass_before = masses.cumsum(dim=-1) - masses
+    keep = in_top_k & ((mass_before < goal[:, None]) | (top_p[:, None] >= 1))
+    return torch.full_like(x, -torch.inf).scatter_(1, ids, values.masked_fill(~keep, -torch.inf))
 
 
 def fixed_weights(x: Tensor) -> Tensor:

@@ -130,7 +130,7 @@ class SamplingRows:
     def _set_edits(self, rows: list[tuple[int, SamplingParams, SamplerState]]) -> None:
         self.bias_at = self.flat([(i, s.bias_ids) for i, _, s in rows])
         biases = [s.bias_values[s.bias_ids < self.num_valid_ids] for _, _, s in rows]
-        self.bias = upload(torch.from_numpy(np.concatenate([np.zeros(0, np.float32), *biases])), self.device)
+        self.bias = self.upload(np.concatenate([np.zeros(0, np.float32), *biases]))
         allowed = [(i, s.allowed_ids) for i, _, s in rows if s.allowed_ids is not None]
         self.restricted_rows, self.allowed_at = self.tensor([i for i, _ in allowed]), self.flat(allowed)
         self.banned_at = self.flat([(i, s.banned_ids) for i, _, s in rows])
@@ -142,11 +142,15 @@ class SamplingRows:
         """Host values -> a vector on the device."""
         return upload(torch.tensor(values, dtype=dtype, device="cpu"), self.device)
 
+    def upload(self, values: np.ndarray) -> Tensor:
+        """A host array -> the same on the device."""
+        return upload(torch.from_numpy(values), self.device)
+
     def flat(self, ids_of_rows: Sequence[tuple[int, np.ndarray]]) -> Tensor:
         """(row, ids) pairs -> indices row * V + id; ids that cannot be emitted anyway (>= V) are left out."""
         V = self.num_valid_ids
         parts = [row * V + ids[ids < V] for row, ids in ids_of_rows]
-        return upload(torch.from_numpy(np.concatenate([_ids(()), *parts])), self.device)
+        return self.upload(np.concatenate([_ids(()), *parts]))
 
     def edit(self, logits: Tensor) -> Tensor:
         """logits [n, V] -> the same, or an edited float32 copy: bias, allowed ids, bans, then penalties."""
@@ -169,20 +173,36 @@ class SamplingRows:
 
 
 class _Penalties:
-    """Which ids the p penalised rows have seen, kept up as their states grow (never counted again)."""
+    """Which ids the p penalised rows have seen, kept up as their states grow (never counted again).
+
+    Only these logits are touched: each (row, id) that has been seen has a place in the vectors [s]. `slots` says which
+    (from 1; 0: not seen); it takes memory only where ids have been seen.
+    """
 
     def __init__(self, rows: list[tuple[int, SamplingParams, SamplerState]], owner: SamplingRows) -> None:
-        shape = (len(rows), owner.num_valid_ids)
         self.owner, self.states, self.num_taken = owner, [state for _, _, state in rows], [0] * len(rows)
-        self.rows = owner.tensor([i for i, _, _ in rows])  # [p]
+        self.rows = np.array([i for i, _, _ in rows])  # [p] of the logits
         strengths = [(p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for _, p, _ in rows]
-        self.repetition, self.frequency, self.presence = (
-            owner.tensor(column, torch.float32)[:, None] for column in zip(*strengths, strict=True)
-        )  # each [p, 1]
-        self.in_prompt = torch.zeros(shape, dtype=torch.bool, device=owner.device)
-        prompts = owner.flat([(j, state.prompt_ids) for j, state in enumerate(self.states)])
-        self.in_prompt.view(-1).index_fill_(0, prompts, True)
-        self.counts = torch.zeros(shape, dtype=torch.float32, device=owner.device)  # whole numbers, so sums are exact
+        self.strengths = owner.upload(np.array(strengths, np.float32))  # [p, 3]
+        self.slots = np.zeros(len(rows) * owner.num_valid_ids, np.int32)  # [p * V]
+        self.places = owner.tensor([])  # [s] row * V + id
+        self.of_places = self.strengths[:0]  # [s, 3]
+        self.counts = owner.tensor([], torch.float32)  # [s] in the output
+        self._enter([(j, state.prompt_ids) for j, state in enumerate(self.states)])
+
+    def _enter(self, ids_of_rows: list[tuple[int, np.ndarray]]) -> np.ndarray:
+        """Gives ids of the rows places, if they have none; returns the place of each."""
+        V = self.owner.num_valid_ids
+        seen = np.concatenate([j * V + ids[ids < V] for j, ids in ids_of_rows])
+        new = np.unique(seen[self.slots[seen] == 0])
+        if len(new):
+            self.slots[new] = np.arange(len(self.places), len(self.places) + len(new)) + 1
+            row, token_id = np.divmod(new, V)
+            places, rows = (self.owner.upload(array) for array in (self.rows[row] * V + token_id, row))
+            self.places = torch.cat([self.places, places])
+            self.of_places = torch.cat([self.of_places, self.strengths[rows]])
+            self.counts = torch.cat([self.counts, torch.zeros_like(places, dtype=torch.float32)])
+        return self.slots[seen].astype(np.int64) - 1
 
     def apply(self, logits: Tensor) -> None:
         """logits [n, V], in place: repetition (prompt and output), then frequency and presence (output)."""
@@ -190,13 +210,13 @@ class _Penalties:
         for j, state in enumerate(self.states):
             new.append((j, _ids(state.output_ids[self.num_taken[j] :])))
             self.num_taken[j] = len(state.output_ids)
-        flat = self.owner.flat(new)
-        self.counts.view(-1).index_add_(0, flat, torch.ones_like(flat, dtype=torch.float32))
-        x = logits[self.rows]  # [p, V]
-        in_output = self.counts > 0
-        repeated = torch.where(x > 0, x / self.repetition, x * self.repetition)
-        x = torch.where(self.in_prompt | in_output, repeated, x)
-        logits[self.rows] = x - self.frequency * self.counts - self.presence * in_output
+        taken = self.owner.upload(self._enter(new))
+        self.counts.index_add_(0, taken, torch.ones_like(taken, dtype=torch.float32))  # whole numbers: sums are exact
+        flat = logits.view(-1)
+        repetition, frequency, presence = self.of_places.unbind(1)
+        x = flat[self.places]
+        x = torch.where(x > 0, x / repetition, x * repetition)
+        flat[self.places] = x - frequency * self.counts - presence * (self.counts > 0)
 
 
 class TokenLogprobs(NamedTuple):
