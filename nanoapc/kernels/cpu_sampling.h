@@ -114,7 +114,7 @@ Tensor gumbel_argmax(const Tensor& logits, const Tensor& seeds, const Tensor& po
         const u32x16 hash = mix(mix(lane + uint32_t(i) + k0) ^ k1);
         bound = max(load_some(logit + i, end - i) + noise_bound(hash), bound);
       }
-      if (max_lanes(bound) < best) continue;
+      if (max_lanes(bound) <= best) continue;
       for (int64_t i = first; i < end; ++i) {
         const uint32_t hash = mix(mix(uint32_t(i) + k0) ^ k1);
         const double u = ((hash >> 8) + 0.5) * 0x1p-24;
