@@ -13,6 +13,8 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nanoapc.vllm_arguments import changes_nothing
 
 HASH_ALGORITHMS = ("xxhash", "xxhash_cbor", "sha256", "sha256_cbor")
@@ -103,10 +105,13 @@ class EngineConfig:
             if name in arguments:
                 word = str(arguments[name]).removeprefix("torch.")
                 arguments[name] = spellings.get(word, word)
-        for name in FILES:
-            if isinstance(arguments.get(name), os.PathLike):
-                arguments[name] = os.fspath(arguments[name])
-        return cls(model=os.fspath(model), **arguments)
+        arguments["model"] = model
+        for name, value in arguments.items():
+            if isinstance(value, os.PathLike):
+                arguments[name] = os.fspath(value)
+            elif isinstance(value, np.integer):
+                arguments[name] = int(value)
+        return cls(**arguments)
 
     def __post_init__(self) -> None:
         self._check_choice("dtype", DTYPES)
@@ -135,8 +140,11 @@ class EngineConfig:
         utilization = self.gpu_memory_utilization
         if isinstance(utilization, bool) or not isinstance(utilization, int | float) or not 0 < utilization <= 1:
             raise ValueError(f"gpu_memory_utilization must lie in (0, 1], not {utilization!r}")
-        if not self.model:
-            raise ValueError("model is empty; give a model directory or a hub name such as 'Qwen/Qwen3-0.6B'")
+        for name in ("model", "tokenizer"):
+            value = getattr(self, name)
+            if (value is not None or name == "model") and (not isinstance(value, str) or not value):
+                given = "empty" if value == "" else repr(value)
+                raise ValueError(f"{name} is {given}; give a directory or a hub name such as 'Qwen/Qwen3-0.6B'")
 
     def _check_files(self) -> None:
         users: dict[str, str] = {}

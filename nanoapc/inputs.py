@@ -41,6 +41,8 @@ class TokensPrompt(_PromptOptions):
 
 PromptType: TypeAlias = "str | Sequence[int] | TextPrompt | TokensPrompt | Mapping[str, Any]"
 KNOWN_KEYS = {"prompt", "prompt_token_ids", "cache_salt"}
+NO_EFFECT = {"multi_modal_data", "mm_processor_kwargs", "multi_modal_uuids", "prompt_embeds", "token_type_ids"}
+"""Keys of vLLM's prompts that are not supported, but may be there without a value."""
 TOKENIZER_GROUP = 1024
 """Prompts that are tokenised in one call: batches are fast, bounded ones show progress."""
 
@@ -181,6 +183,25 @@ class InputProcessor:
             progress(len(group))
         return done
 
+    def conversations(
+        self,
+        many: Sequence[Any],
+        template: str | None,
+        options: Mapping[str, Any],
+        cache_salt: str | None,
+        progress: Callable[[int], object],
+    ) -> list[Prompt]:
+        """The prompts of conversations, rendered and tokenised in groups as those of `prompts` are."""
+        done: list[Prompt] = []
+        for group in groups(many, TOKENIZER_GROUP):
+            first = len(done)
+            texts = [self.render_chat(c, f"conversation {i}", template, options) for i, c in enumerate(group, first)]
+            pairs = zip(texts, self.tokenize(texts, add_special_tokens=False), strict=True)
+            raw = [{"prompt": text, "prompt_token_ids": ids, "cache_salt": cache_salt} for text, ids in pairs]
+            done += self._group(raw, first)
+            progress(len(group))
+        return done
+
     def _group(self, raw: Sequence[PromptType], first_index: int) -> list[Prompt]:
         parsed = [_parse(item, f"prompt {i}") for i, item in enumerate(raw, first_index)]
         texts = {i: item for i, (item, _, _) in enumerate(parsed, first_index) if isinstance(item, str)}
@@ -237,6 +258,8 @@ class InputProcessor:
 
 def as_conversations(messages: Any) -> list[Any]:
     """One conversation (a list of messages) or many -> a list of conversations."""
+    if isinstance(messages, Mapping):
+        raise ValueError(f"messages is one message, {messages!r}; put it in a list, which is a conversation")
     many = [messages] if isinstance(messages, str) or not isinstance(messages, Iterable) else list(messages)
     return [many] if many and isinstance(many[0], Mapping) else many
 
@@ -290,8 +313,8 @@ def _parse(prompt: PromptType, name: str) -> tuple[Any, str | None, bytes]:
         if not _is_list(prompt):
             raise ValueError(f"{name} is {prompt!r}; it must be a text, a list of token ids or a dict")
         return prompt, None, b""
-    for key in prompt:
-        if key not in KNOWN_KEYS:
+    for key, value in prompt.items():
+        if key not in KNOWN_KEYS and not (key in NO_EFFECT and value is None):
             raise ValueError(f"{name} has {key!r}, which is not supported; known: {', '.join(sorted(KNOWN_KEYS))}")
     text, token_ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
     if text is None and token_ids is None:

@@ -5,28 +5,29 @@
 Everything is checked before anything runs; results come back in the caller's order (stream: as they finish).
 
 Threads: any number may call at once. The requests of all calls share the batch; whoever holds the lock runs the next
-step for everybody and puts finished outputs where their callers find them.
+step for everybody and puts finished outputs where their callers find them. A signal's handler or a callback that comes
+in the middle of that may call what runs no step; generate, chat, step and a stream's `next` are refused.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from nanoapc.config import EngineConfig
 from nanoapc.engine.engine import Engine
 from nanoapc.engine.explain import Explanation, explain
 from nanoapc.engine.metrics import Metrics
-from nanoapc.engine.request import Request, make_output
+from nanoapc.engine.request import Call, Request, make_output
 from nanoapc.engine.sequence import Sequence as EngineSequence
 from nanoapc.fair_lock import FairLock
 from nanoapc.inputs import (
+    Prompt,
     PromptType,
     as_conversations,
     as_prompt_list,
@@ -36,24 +37,8 @@ from nanoapc.inputs import (
     until_error,
 )
 from nanoapc.outputs import RequestOutput, warn_of_errors
-from nanoapc.progress import Speed
+from nanoapc.progress import Speed, make_bar
 from nanoapc.sampling_params import SamplingParams
-
-
-class _Call:
-    """One call of generate, chat or stream (or the step interface): its requests and where their outputs arrive."""
-
-    def __init__(self, source: Iterator[list[EngineSequence]] | None = None):
-        self.source = source  # sequences still to be submitted
-        self.pending: dict[str, Request] = {}
-        self.finished: deque[RequestOutput] = deque()
-        self.error: BaseException | None = None  # what ended a step of another caller, and our requests with it
-        self.left = False  # its caller has gone
-
-    @property
-    def unfinished(self) -> bool:
-        """Whether anything is still to be submitted, run, fetched or raised."""
-        return bool(self.source is not None or self.pending or self.finished or self.error is not None)
 
 
 class LLM:
@@ -76,8 +61,8 @@ class LLM:
         self._lock = FairLock()
         weakref.finalize(self, _close, self.engine, self._lock)  # files are written, also without `close`
         self._close_wanted = False
-        self._calls: list[_Call] = []
-        self._steps = _Call()
+        self._calls: list[Call] = []
+        self._steps = Call()
 
     # -- whole batches -----------------------------------------------------------------------------------
 
@@ -85,7 +70,7 @@ class LLM:
         self,
         prompts: PromptType | Iterable[PromptType],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
     ) -> list[RequestOutput]:
         """Completes prompts; the outputs stand in the order of the prompts.
@@ -95,30 +80,21 @@ class LLM:
                 optionally "cache_salt" (only requests with the same salt share cached prefixes). Texts get the
                 tokenizer's special tokens (BOS); a rendered chat template has them already, so use `chat` for messages.
             sampling_params: one for all or one for each; None: `get_default_sampling_params`.
-            use_tqdm: show progress on standard error.
+            use_tqdm: show progress on standard error; or what makes the bars: a tqdm class, or a function like it.
 
         Raises:
             ValueError: a prompt or a parameter does not work (it names the index); nothing has run then.
+            RuntimeError: the LLM is closed, or this thread is in the middle of a step.
 
         A request whose own parameters leave it no token id ends alone, with what it has: finish_reason "error".
         """
-        if lora_request is not None:
-            raise ValueError(
-                f"lora_request={lora_request!r}: LoRA adapters are not supported; merge it into the weights"
-            )
-        raw = as_prompt_list(prompts)
-        params = pair_params(raw, self._or_default(sampling_params))
-        self._verify(params)
-        with tqdm(total=len(raw), desc="Tokenizing", disable=not use_tqdm, leave=False) as bar:
-            ready = self.inputs.prompts(raw, progress=bar.update)
-        requests = [Request("", i, *pair) for i, pair in enumerate(zip(ready, params, strict=True))]
-        return self._run_all(requests, use_tqdm)
+        return self._run_all(as_prompt_list(prompts), self.inputs.prompts, sampling_params, use_tqdm, lora_request)
 
     def chat(
         self,
         messages: Sequence[Any],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        use_tqdm: bool = True,
+        use_tqdm: bool | Callable[..., Any] = True,
         lora_request: None = None,
         chat_template: str | None = None,
         add_generation_prompt: bool = True,
@@ -137,27 +113,27 @@ class LLM:
             "tools": tools,
             **(chat_template_kwargs or {}),
         }
-        conversations = as_conversations(messages)
-        texts = [
-            self.inputs.render_chat(conversation, f"conversation {i}", chat_template, options)
-            for i, conversation in enumerate(conversations)
-        ]
-        token_ids = self.inputs.tokenize(texts, add_special_tokens=False)
-        prompts = [
-            {"prompt": text, "prompt_token_ids": ids, "cache_salt": cache_salt}
-            for text, ids in zip(texts, token_ids, strict=True)
-        ]
-        return self.generate(prompts, sampling_params, use_tqdm, lora_request)
+        tokenize = partial(self.inputs.conversations, template=chat_template, options=options, cache_salt=cache_salt)
+        return self._run_all(as_conversations(messages), tokenize, sampling_params, use_tqdm, lora_request)
 
-    def _run_all(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        outputs: list[RequestOutput | None] = [None] * len(requests)
+    def _run_all(
+        self, raw: list[Any], tokenize: Callable[..., list[Prompt]], params: Any, use_tqdm: Any, lora: None
+    ) -> list[RequestOutput]:
+        if lora is not None:
+            raise ValueError(f"lora_request={lora!r}: LoRA adapters are not supported; merge it into the weights")
+        self._check_no_step()
+        params = pair_params(raw, self._or_default(params))
+        self._verify(params)
+        with make_bar(use_tqdm, total=len(raw), desc="Tokenizing", leave=False) as bar:
+            ready = tokenize(raw, progress=bar.update)
+        call = Call()
+        requests = [Request("", i, *pair, call=call) for i, pair in enumerate(zip(ready, params, strict=True))]
         with self._lock:
             sequences = self.engine.prepare(requests)
-        call = _Call(groups(sequences, 2 * self.engine.config.max_num_seqs))
+        call.source = groups(sequences, 2 * self.engine.config.max_num_seqs)
         call.pending = {request.request_id: request for request in requests}
-        for request in requests:
-            request.call = call
-        with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
+        outputs: list[RequestOutput | None] = [None] * len(requests)
+        with make_bar(use_tqdm, total=len(requests), desc="Processed prompts") as bar:
             speed = Speed(bar)
             for output in self._serve(call):
                 outputs[output.index] = output
@@ -178,11 +154,11 @@ class LLM:
         exist at once, however many prompts there are. Each such window runs in prefix order. A bad prompt is a
         ValueError once everything before it has been yielded.
         """
-        call = _Call()
+        call = Call()
         call.source = self._windows(pair_as_they_come(prompts, self._or_default(sampling_params)), call)
         return self._serve(call)
 
-    def _windows(self, pairs: Iterable[tuple[Any, SamplingParams]], call: _Call) -> Iterator[list[EngineSequence]]:
+    def _windows(self, pairs: Iterable[tuple[Any, SamplingParams]], call: Call) -> Iterator[list[EngineSequence]]:
         """Reads the pairs window by window; what precedes a bad one still runs before its error is raised."""
         index = 0
         for window in groups(until_error(pairs), 2 * self.engine.config.max_num_seqs):
@@ -197,7 +173,7 @@ class LLM:
                     yield []
                 raise error
 
-    def _window(self, window: list[Any], index: int, call: _Call) -> tuple[list[Request], BaseException | None]:
+    def _window(self, window: list[Any], index: int, call: Call) -> tuple[list[Request], BaseException | None]:
         requests: list[Request] = []
         try:
             return self._requests(window, index, call), None
@@ -210,7 +186,7 @@ class LLM:
                 return requests, error
         return requests, None
 
-    def _requests(self, window: list[Any], index: int, call: _Call) -> list[Request]:
+    def _requests(self, window: list[Any], index: int, call: Call) -> list[Request]:
         for item in window:
             if isinstance(item, BaseException):
                 raise item
@@ -232,6 +208,7 @@ class LLM:
 
     def step(self) -> list[RequestOutput]:
         """Runs one step for everything queued; returns the outputs of `add_request` finished since the last."""
+        self._check_no_step()
         with self._lock:
             self._step(self._steps)
             finished = list(self._steps.finished)
@@ -252,13 +229,14 @@ class LLM:
 
     # -- the loop ----------------------------------------------------------------------------------------
 
-    def _serve(self, call: _Call) -> Iterator[RequestOutput]:
+    def _serve(self, call: Call) -> Iterator[RequestOutput]:
         """Feeds and steps the engine until the call is done; yields its outputs as they finish."""
         self._check_open()
         with self._lock:
             self._calls.append(call)
         try:
             while call.unfinished:
+                self._check_no_step()
                 self._feed(call)
                 with self._lock:
                     if not call.finished:
@@ -280,7 +258,7 @@ class LLM:
                 self.engine.abort(call.pending.values())
             call.pending.clear()
 
-    def _feed(self, call: _Call) -> None:
+    def _feed(self, call: Call) -> None:
         """Keeps enough sequences waiting; the lock is not held while the caller's iterable is read."""
         while call.source is not None and len(self.engine.scheduler.waiting) < self.engine.config.max_num_seqs:
             try:
@@ -294,7 +272,7 @@ class LLM:
                 if call.error is None:
                     self.engine.scheduler.add(sequences)
 
-    def _step(self, caller: _Call) -> None:
+    def _step(self, caller: Call) -> None:
         """One step for everybody, run by `caller` (the lock is held)."""
         self._drop_left()
         if self._close_wanted:
@@ -401,6 +379,11 @@ class LLM:
     def _check_open(self) -> None:
         if self.engine.dead is not None:
             raise RuntimeError(self.engine.dead)
+
+    def _check_no_step(self) -> None:
+        """RuntimeError where a signal's handler or a callback has interrupted what must not be torn."""
+        if self._lock.is_mine:
+            raise RuntimeError("a step of this LLM (or a change of it) is running in this thread; call this afterwards")
 
     def __enter__(self) -> LLM:
         return self

@@ -1,10 +1,25 @@
-"""What the progress bar says while prompts are processed."""
+"""The progress bars of an LLM: whether there is one, which, and what it says while prompts are processed."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
+from tqdm import tqdm
+
 from nanoapc.outputs import RequestOutput
+
+
+def make_bar(use_tqdm: bool | Callable[..., Any], **options: Any) -> Any:
+    """A progress bar (a context manager) with tqdm's options; use_tqdm: whether it is shown, or what makes it.
+
+    Without a standard error, or with a closed one, tqdm's own shows nothing.
+    """
+    if callable(use_tqdm):
+        return use_tqdm(**options)
+    is_usable = sys.stderr is not None and not getattr(sys.stderr, "closed", False)
+    return tqdm(disable=not (use_tqdm and is_usable), **options)
 
 
 class Speed:

@@ -9,8 +9,10 @@ request has a copy of its own, so that an assignment concerns later requests onl
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any, Protocol
 
@@ -143,25 +145,33 @@ class SamplingParams:
             if strings and tokenizer is None:
                 raise _error(name, strings, "only with a tokenizer; without one use token ids")
         excluded = set(self.stop_token_ids if self.min_tokens else ())
-        if tokenizer is not None:
+        if self.bad_words and tokenizer is not None:
             excluded.update(ids[0] for ids in self.bad_words_ids(tokenizer) if len(ids) == 1)
         if self.allowed_token_ids is not None and excluded.issuperset(self.allowed_token_ids):
             remedy = "at least one id that bad_words and min_tokens do not exclude"
             raise _error("allowed_token_ids", self.allowed_token_ids, remedy)
 
-    def bad_words_ids(self, tokenizer: Encoder) -> list[tuple[int, ...]]:
+    def bad_words_ids(self, tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
         """The token sequences of the bad words: each as it stands, and without and with a space before it.
 
         The forms may have different numbers of tokens, and all count. ValueError for a word without tokens.
         """
-        sequences: dict[tuple[int, ...], None] = {}
-        for word in self.bad_words:
-            texts = (word, bare, " " + bare) if (bare := word.lstrip()) else (word,)
-            forms = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
-            if not forms[0]:
-                raise _error("bad_words", word, "words that the tokenizer turns into at least one token")
-            sequences.update(dict.fromkeys(form for form in forms if form))
-        return list(sequences)
+        return _bad_words_ids(tuple(self.bad_words), weakref.ref(tokenizer))
+
+
+@lru_cache(maxsize=1024)  # requests by the thousand have the same words
+def _bad_words_ids(words: tuple[str, ...], reference: weakref.ref[Encoder]) -> tuple[tuple[int, ...], ...]:
+    """See `SamplingParams.bad_words_ids`. A weak reference: what is kept here keeps no tokenizer."""
+    tokenizer = reference()
+    assert tokenizer is not None
+    sequences: dict[tuple[int, ...], None] = {}
+    for word in words:
+        texts = (word, bare, " " + bare) if (bare := word.lstrip()) else (word,)
+        forms = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        if not forms[0]:
+            raise _error("bad_words", word, "words that the tokenizer turns into at least one token")
+        sequences.update(dict.fromkeys(form for form in forms if form))
+    return tuple(sequences)
 
 
 def _error(name: str, value: Any, allowed: str) -> ValueError:

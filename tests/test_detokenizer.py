@@ -266,6 +266,34 @@ def test_stop_strings_are_found_as_in_the_whole_text(data):
     assert count == needed  # as soon as it is there
 
 
+@functools.cache
+def cleaning():
+    """Whole words, with the spaces before punctuation that transformers takes out when it decodes."""
+    words = ["<unk>", "take", "'", "next", "hello", ".", "n't", "m", "\u00e9", "..", "'m"]
+    plain = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<unk>"))
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=plain, unk_token="<unk>", clean_up_tokenization_spaces=True
+    )
+
+
+def test_a_stop_string_ends_a_text_whose_spaces_are_cleaned_up():
+    tokenizer, ids = cleaning(), [1, 2, 3, 4]
+    assert tokenizer.decode(ids) == "take'next hello"
+    assert run(tokenizer, ids, ["next"]) == (3, "next", "take'")
+    assert run(tokenizer, ids, ["'n"], include_stop_str_in_output=True) == (3, "'n", "take'n")
+    assert run(tokenizer, ids, ["take'next h"], min_tokens=4) == (4, "take'next h", "")
+    assert run(tokenizer, [1, 5, 1, 5, 1], ["take."], min_tokens=3) == (4, "take.", "take. ")
+    assert run(tokenizer, ids, ["next"], prompt=[4, 2]) == (3, "next", " take'")
+
+
+@given(st.lists(st.integers(1, 10), max_size=12), st.lists(st.integers(1, 10), max_size=3))
+@settings(max_examples=150, deadline=None)
+def test_incremental_text_of_a_cleaned_up_one_is_the_final_text(ids, prompt):
+    tokenizer = cleaning()
+    text = output_text(tokenizer, prompt, ids, SamplingParams())
+    assert run(tokenizer, ids, "never in it", prompt)[2] == text
+
+
 # -- cost ---------------------------------------------------------------------------------------------------
 
 

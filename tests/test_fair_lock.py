@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 import time
 
+import pytest
+
+from nanoapc import fair_lock
 from nanoapc.fair_lock import FairLock
 
 
@@ -52,3 +58,36 @@ def test_a_thread_may_take_it_again_and_others_wait_until_it_is_given_back_as_of
         assert "other" not in inside
     thread.join()
     assert inside == ["twice", "once", "other"]
+
+
+def test_a_signals_handler_may_take_it_while_its_thread_waits_for_it() -> None:
+    program = f"""
+import os, runpy, signal, threading
+lock, held, done, taken = runpy.run_path({fair_lock.__file__!r})["FairLock"](), threading.Event(), threading.Event(), []
+def hold():
+    with lock:
+        held.set()
+        done.wait()
+def handle(*signal):
+    done.set()
+    with lock:
+        taken.append("handler")
+thread = threading.Thread(target=hold)
+thread.start()
+held.wait()
+signal.signal(signal.SIGALRM, handle)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+with lock:
+    taken.append("thread")
+thread.join()
+print(*taken, lock.is_mine)
+"""
+    process = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=20)
+    assert process.stdout == "handler thread False\n", process.stderr
+
+
+def test_another_process_is_told_how_to_get_its_own() -> None:
+    lock = FairLock()
+    lock.process = os.getppid()
+    with pytest.raises(RuntimeError, match=r"make one in each process.*'spawn' or 'forkserver'.*set_num_threads\(1\)"):
+        lock.__enter__()

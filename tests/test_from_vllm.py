@@ -31,6 +31,36 @@ HARNESS: dict[str, Any] = {
 """What evaluation harnesses always pass."""
 
 
+NONE = """
+    tokenizer allowed_media_domains quantization revision tokenizer_revision chat_template offload_params hf_token
+    hf_overrides mm_processor_kwargs pooler_config structured_outputs_config profiler_config attention_config
+    kv_cache_memory_bytes compilation_config quantization_config logits_processors spec_method spec_model spec_tokens
+    """
+OF_LLM: dict[str, Any] = {
+    **dict.fromkeys(("runner", "convert", "tokenizer_mode", "dtype"), "auto"),
+    **dict.fromkeys(("skip_tokenizer_init", "trust_remote_code", "enforce_eager", "disable_custom_all_reduce"), False),
+    **dict.fromkeys(("enable_return_routed_experts", "return_sampling_mask"), False),
+    **dict.fromkeys(("seed", "cpu_offload_gb", "offload_group_size"), 0),
+    **dict.fromkeys(("tensor_parallel_size", "offload_num_in_group", "offload_prefetch_step"), 1),
+    **dict.fromkeys(NONE.split()),
+    "allowed_local_media_path": "",
+    "gpu_memory_utilization": 0.92,
+}
+"""The parameters of `LLM.__init__` in vLLM 0.32, with their defaults."""
+OF_ENGINE_ARGS: dict[str, Any] = {
+    "language_model_only": False,
+    "kv_offloading_size": None,
+    "decode_context_parallel_size": 1,
+    "data_parallel_size_local": None,
+    "nnodes": 1,
+    "master_addr": "127.0.0.1",
+    "cpu_offload_params": set(),
+    "model_class_overrides": {},
+    "enable_mm_embeds": False,
+    "block_size": None,
+    "prefix_caching_hash_algo": "sha256",
+}
+"""Some of the fields of its `EngineArgs`, one of each kind."""
 DEFAULTS: dict[str, Any] = {
     "runner": "auto",
     "convert": "none",
@@ -72,6 +102,10 @@ class TestArguments:
         config = EngineConfig.from_arguments("m", **arguments, disable_log_stats=False, cpu_offload_gb=0.0, seed=None)
         assert config == EngineConfig("m")
 
+    def test_the_defaults_of_vllm_pass(self) -> None:
+        config = EngineConfig.from_arguments("m", **OF_LLM, **OF_ENGINE_ARGS)
+        assert config == EngineConfig("m", gpu_memory_utilization=0.92, prefix_caching_hash_algo="sha256")
+
     @pytest.mark.parametrize(
         ("name", "value", "remedy"),
         [
@@ -84,6 +118,12 @@ class TestArguments:
             ("runner", "pooling", "a model generates text"),
             ("calculate_kv_scales", True, "the dtype of the weights"),
             ("hf_token", "hf_x", "HF_TOKEN"),
+            ("chat_template", "{{ x }}", "pass chat_template to chat()"),
+            ("quantization_config", {"bits": 8}, "pass an unquantised checkpoint"),
+            ("spec_tokens", 3, "the outputs are the same"),
+            ("kv_offloading_size", 4.0, "prefix_cache_file=... keeps"),
+            ("decode_context_parallel_size", 2, "an LLM runs on one device"),
+            ("offload_group_size", 8, "the weights must fit the device"),
         ],
     )
     def test_those_that_would_be_missed_are_refused_with_a_remedy(self, name: str, value: Any, remedy: str) -> None:

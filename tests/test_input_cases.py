@@ -17,7 +17,7 @@ from conftest import MakeLLM
 from llm_helpers import assert_idle, bos_tokenizer, greedy, hf_greedy, observe, run, token_ids
 from tiny_models import make_tiny_model, random_ids, tiny_tokenizer
 
-from nanoapc import LLM, SamplingParams
+from nanoapc import LLM, EngineConfig, SamplingParams
 
 
 class TestTooLong:
@@ -299,3 +299,41 @@ class TestOrder:
     def test_equal_texts_keep_their_own_params(self, make_llm: MakeLLM) -> None:
         outputs = run(make_llm(), ["the lazy dog"] * 5, [greedy(1 + i) for i in range(5)])
         assert [len(ids) for ids in token_ids(outputs)] == [1, 2, 3, 4, 5]
+
+
+class TestArguments:
+    @pytest.mark.parametrize("value", [None, 5, "", b"a", ["a"]])
+    def test_a_model_or_tokenizer_that_is_no_name_is_refused(self, value: Any, model_dir: Path) -> None:
+        remedy = "give a directory or a hub name such as 'Qwen/Qwen3-0.6B'"
+        with pytest.raises(ValueError, match=f"model is .*; {remedy}"):
+            LLM(value)
+        if value is not None:
+            with pytest.raises(ValueError, match=f"tokenizer is .*; {remedy}"):
+                LLM(model_dir, tokenizer=value)
+
+    def test_paths_and_whole_numbers_of_numpy_become_plain(self, tmp_path: Path) -> None:
+        numbers = {"max_model_len": 64, "block_size": 4, "seed": 2**63, "max_num_seqs": 8, "num_kv_blocks": 99}
+        given = {name: np.uint64(number) for name, number in numbers.items()}
+        config = EngineConfig.from_arguments(tmp_path, tokenizer=tmp_path, **given)
+        assert config == EngineConfig(str(tmp_path), str(tmp_path), **numbers)
+        assert all(type(getattr(config, name)) is int for name in numbers)
+
+    @pytest.mark.parametrize("value", [True, np.bool_(True), np.float64(4), 4.0, "4", np.int64(0)])
+    def test_other_numbers_are_refused(self, value: Any) -> None:
+        with pytest.raises(ValueError, match="block_size must be a positive whole number, not"):
+            EngineConfig.from_arguments("m", block_size=value)
+
+    def test_more_tokens_at_once_than_memory_has_addresses_for_are_refused_before_weights_are_read(
+        self, tmp_path: Path, make_llm: MakeLLM
+    ) -> None:
+        shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
+        make_tiny_model(tmp_path, **shape, max_position_embeddings=2**24)
+        (tmp_path / "model.safetensors").unlink()
+        with pytest.raises(ValueError, match=r"max_num_seqs=65536 .* max_model_len=16777216 .*; lower one of them"):
+            make_llm(tmp_path, max_num_seqs=2**16, max_model_len=None, num_kv_blocks=None)
+
+    def test_what_holds_prompts_is_readable_by_its_owner_only(self, tmp_path: Path, make_llm: MakeLLM) -> None:
+        files = {"trace": tmp_path / "run.jsonl", "prefix_cache_file": tmp_path / "x.prefixes"}
+        with make_llm(**files) as llm:
+            run(llm, [random_ids(9)])
+        assert {file.stat().st_mode & 0o777 for file in files.values()} == {0o600}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import io
+import signal
 import subprocess
 import sys
 import threading
@@ -12,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +27,16 @@ from huggingface_hub.errors import LocalEntryNotFoundError
 from llm_helpers import DEFAULTS, assert_idle, cached, greedy, hf_greedy, observe, run, token_ids
 from test_models import edit_json
 from tiny_models import FAMILIES, make_tiny_model, random_ids, tiny_tokenizer
+from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from nanoapc import LLM, RequestOutput, SamplingParams
 from nanoapc.engine.block_manager import BlockManager
 from nanoapc.engine.block_pool import BlockPool, FreeBlockQueue
 from nanoapc.engine.model_runner import ModelRunner
-from nanoapc.engine.request import Request
+from nanoapc.engine.request import Request, make_sequences
 from nanoapc.engine.scheduler import Scheduler
-from nanoapc.engine.sequence import SequenceTable
+from nanoapc.engine.sequence import Sequence, SequenceTable
 
 MESSAGES = [{"role": "user", "content": "What jumps over the lazy dog?"}]
 
@@ -98,11 +102,13 @@ class TestPrompts:
             {"prompt_token_ids": ids},
             {"prompt_token_ids": np.array(ids, np.uint16), "cache_salt": "a"},
             {"prompt": "shown only", "prompt_token_ids": ids, "cache_salt": None},
+            {"prompt_token_ids": ids, "multi_modal_data": None, "mm_processor_kwargs": None, "prompt_embeds": None},
+            {"prompt": text, "multi_modal_uuids": None, "token_type_ids": None},
         ]
         outputs = run(llm, kinds)
         assert len({tuple(ids) for ids in token_ids(outputs)}) == 1
         assert [output.prompt_token_ids for output in outputs] == [ids] * len(kinds)
-        expected = [text, None, None, None, None, text, None, None, "shown only"]
+        expected = [text, None, None, None, None, text, None, None, "shown only", None, text]
         assert [output.prompt for output in outputs] == expected
         for kind in kinds:
             assert token_ids(llm.generate(kind, greedy(), use_tqdm=False)) == token_ids(outputs[:1])
@@ -125,6 +131,15 @@ class TestPrompts:
             ({"prompt_token_ids": "text"}, "prompt 1 has 'prompt_token_ids' 'text'; they must be a list"),
             ({"prompt_token_ids": 5}, "prompt 1 has 'prompt_token_ids' 5; they must be a list"),
             ({"prompt": "a", "promt_token_ids": [5]}, "prompt 1 has 'promt_token_ids', which is not supported; known:"),
+            (
+                {"prompt": "a", "promt_token_ids": None},
+                "prompt 1 has 'promt_token_ids', which is not supported; known:",
+            ),
+            (
+                {"prompt": "a", "multi_modal_data": {}},
+                "prompt 1 has 'multi_modal_data', which is not supported; known:",
+            ),
+            ({"prompt_embeds": None}, "prompt 1 has neither 'prompt' nor 'prompt_token_ids'"),
             ("\ud800", "prompt 1 is not valid Unicode"),
             ([5, [6]], "prompt 1 has a token id .6. of type list"),
         ],
@@ -770,6 +785,156 @@ class TestInterruption:
         assert_idle(llm)
 
 
+USES: dict[str, Callable[[LLM], object]] = {
+    "generate": lambda llm: run(llm, [random_ids(5)]),
+    "chat": lambda llm: llm.chat(MESSAGES, greedy(), use_tqdm=False),
+    "stream": lambda llm: next(llm.stream([random_ids(5)], greedy())),
+    "step": lambda llm: llm.step(),
+}
+
+
+class TestReentry:
+    """A signal's handler or a callback that comes in the middle of a step uses the LLM whose step it is."""
+
+    PROMPTS = tuple(random_ids(5, seed) for seed in range(6))
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    @pytest.mark.parametrize("use", USES.values(), ids=USES)
+    @pytest.mark.parametrize(
+        ("owner", "name"),
+        [
+            (Scheduler, "add"),
+            (Scheduler, "advance"),
+            (Scheduler, "settle"),
+            (BlockManager, "admit"),
+            (BlockPool, "take"),
+            (ModelRunner, "launch"),
+        ],
+        ids=lambda value: getattr(value, "__name__", value),
+    )
+    def test_what_would_run_another_step_is_refused_and_the_step_goes_on(
+        self,
+        owner: type,
+        name: str,
+        use: Callable[[LLM], object],
+        overlap: bool,
+        make_llm: MakeLLM,
+        cache_off: LLM,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        llm = make_llm(max_num_seqs=2, num_kv_blocks=40, async_scheduling=overlap)
+        expected = token_ids(run(cache_off, self.PROMPTS, max_tokens=12))
+
+        def refused() -> None:
+            with pytest.raises(RuntimeError, match=r"a step of this LLM .*is running in this thread; call this after"):
+                use(llm)
+
+        with monkeypatch.context() as patch:
+            calls = after_call(patch, owner, name, 2, refused)
+            assert token_ids(run(llm, self.PROMPTS, max_tokens=12)) == expected
+        assert len(calls) >= 2
+        assert_idle(llm)
+        with monkeypatch.context() as patch:
+            after_call(patch, owner, name, 2, lambda: use(llm))  # now nobody catches it
+            with pytest.raises(RuntimeError, match="is running in this thread"):
+                run(llm, self.PROMPTS, max_tokens=12)
+        assert_idle(llm)
+        assert token_ids(run(llm, self.PROMPTS, max_tokens=12)) == expected
+        use(llm)
+
+    def test_a_stream_whose_turn_it_is_not_is_refused_too(
+        self, make_llm: MakeLLM, cache_off: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm = make_llm()
+        stream = llm.stream([random_ids(20), random_ids(21)], [greedy(1), greedy(30)])
+        next(stream)
+        with monkeypatch.context() as patch:
+            after_call(patch, ModelRunner, "launch", 2, lambda: next(stream))
+            with pytest.raises(RuntimeError, match="is running in this thread"):
+                run(llm, self.PROMPTS, max_tokens=12)
+        assert token_ids(run(llm, self.PROMPTS)) == token_ids(run(cache_off, self.PROMPTS))
+        assert_idle(llm)
+
+    def test_a_signals_handler_gets_the_refusal(self, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        llm, refusals = make_llm(), []
+
+        def handle(*arguments: Any) -> None:
+            with pytest.raises(RuntimeError) as error:
+                run(llm, [random_ids(5)])
+            refusals.append(error)
+
+        before = signal.signal(signal.SIGALRM, handle)
+        try:
+            expected = token_ids(run(llm, self.PROMPTS))
+            after_call(monkeypatch, ModelRunner, "launch", 2, partial(signal.raise_signal, signal.SIGALRM))
+            assert token_ids(run(llm, self.PROMPTS)) == expected
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert len(refusals) == 1
+
+    def test_what_runs_no_step_goes_on_working(
+        self, make_llm: MakeLLM, cache_off: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm, queued = make_llm(), []
+
+        def use() -> None:
+            assert llm.metrics().computed_tokens > 0 and not llm.reset_prefix_cache()
+            llm.explain(random_ids(5))
+            queued.extend(llm.add_request(random_ids(5, seed), greedy(3)) for seed in range(2))
+            assert llm.abort_request(queued[0])
+
+        expected = token_ids(run(cache_off, self.PROMPTS, max_tokens=12))
+        after_call(monkeypatch, ModelRunner, "launch", 3, use)
+        assert token_ids(run(llm, self.PROMPTS, max_tokens=12)) == expected
+        (output,) = finish(llm)
+        assert output.request_id == queued[1]
+
+    def test_a_request_that_is_added_while_others_are_made_has_numbers_of_its_own(
+        self, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm, made = make_llm(), []
+
+        def make(request: Request, *arguments: Any) -> list[Sequence]:
+            if not made:
+                made.append(request)
+                llm.add_request(random_ids(5), greedy(2, n=2))
+            sequences = make_sequences(request, *arguments)
+            made.extend(sequences)
+            return sequences
+
+        monkeypatch.setattr("nanoapc.engine.engine.make_sequences", make)
+        llm.add_request(random_ids(6), greedy(2))
+        assert len({seq.seq_id for seq in made[1:]}) == 3
+        assert {output.request_id for output in finish(llm)} == {"0", "1"}
+
+
+class TestProgress:
+    def test_use_tqdm_may_be_what_makes_the_bars(self, make_llm: MakeLLM, capfd: pytest.CaptureFixture[str]) -> None:
+        llm, made = make_llm(max_model_len=512), []
+
+        def make(**options: Any) -> Any:
+            made.append(tqdm(**options, file=io.StringIO()))
+            return made[-1]
+
+        for use in (lambda: llm.generate(["a", "b"], greedy(), make), lambda: llm.chat([MESSAGES] * 2, greedy(), make)):
+            made.clear()
+            assert len(use()) == 2
+            assert [(bar.desc, bar.n, bar.total) for bar in made] == [("Tokenizing", 2, 2), ("Processed prompts", 2, 2)]
+            assert "output" in made[1].postfix
+        assert capfd.readouterr().err == ""
+        assert len(llm.generate(["a"], greedy(), tqdm)) == 1
+        assert "Processed prompts" in capfd.readouterr().err
+
+    @pytest.mark.parametrize("kind", ["none", "closed"])
+    def test_without_a_standard_error_there_is_no_bar(
+        self, kind: str, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm, closed = make_llm(max_model_len=512), io.StringIO()
+        closed.close()
+        monkeypatch.setattr(sys, "stderr", None if kind == "none" else closed)
+        assert len(llm.generate(["a", "b"], greedy())) == len(llm.chat([MESSAGES] * 2, greedy())) == 2
+
+
 class TestSurroundings:
     def test_pytorchs_default_dtype_does_not_matter(self, make_llm: MakeLLM) -> None:
         params = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {5: 1.0}, "logprobs": 2}
@@ -804,7 +969,7 @@ class TestSurroundings:
         command = [sys.executable, "-c", program, str(model_dir), str(tmp_path / "prefixes")]
         process = subprocess.run(command, capture_output=True, text=True, timeout=120)
         assert process.returncode == 0, process.stderr
-        assert "make one in each process" in process.stdout
+        assert "make one in each process, and start processes with multiprocessing's 'spawn' or" in process.stdout
         assert (tmp_path / "prefixes").exists()
 
     def test_a_child_that_was_forked_in_the_middle_of_a_step_hangs_nowhere(self, model_dir: Path) -> None:
@@ -873,6 +1038,7 @@ class TestChat:
         [
             ("hello", "conversation 0 is 'hello'; it must be a non-empty list of messages"),
             (None, "conversation 0 is None; it must be"),
+            (MESSAGES[0], "messages is one message, {'role': .*}; put it in a list"),
             ([MESSAGES, []], r"conversation 1 is \[\]"),
             ([MESSAGES, ["hello"]], "message 0 of conversation 1 is 'hello'; it must be a dict"),
             ([{"content": "no role"}], "message 0 of conversation 0"),

@@ -9,8 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from conftest import MakeLLM
+from huggingface_hub.errors import StrictDataclassError
 from llm_helpers import hf_greedy, run, token_ids
+from safetensors.torch import load_file, save_file
 from test_rotary import ROPES, old_spelling
 from tiny_models import FAMILIES, edit_json, forward_logits, hf_logits, load_tiny, make_tiny_model, random_ids
 
@@ -41,6 +44,29 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3, attention bias": ("qwen3", {"attention_bias": True}),
     "qwen3, yarn rope": ("qwen3", {"rope_parameters": YARN}),
 }
+
+
+KEYS: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 512,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 16,
+    "head_dim": 24,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 5e5,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+    "attention_bias": True,
+    "mlp_bias": True,
+    "hidden_act": "silu",
+    "eos_token_id": 7,
+    "sliding_window": None,
+    "use_sliding_window": False,
+    "max_window_layers": 1,
+}
+"""What a config.json may hold; no value is a default of transformers, as far as a model with another runs here."""
 
 
 @pytest.fixture(scope="session")
@@ -121,9 +147,44 @@ class TestConfig:
         directory = copy_config(shapes["qwen2"], tmp_path, architectures=None)
         assert ModelConfig.from_directory(directory).architecture == "Qwen2ForCausalLM"
 
-    def test_missing_kv_heads_are_as_many_as_heads(self, shapes: dict[str, Path], tmp_path: Path) -> None:
-        directory = copy_config(shapes["llama"], tmp_path, remove=("num_key_value_heads",))
-        assert ModelConfig.from_directory(directory).num_kv_heads == 4
+    @pytest.mark.parametrize("change", ["missing", "null"])
+    @pytest.mark.parametrize("key", KEYS)
+    @pytest.mark.parametrize("family", FAMILIES)
+    def test_a_key_that_is_missing_or_null_is_read_as_by_transformers(
+        self, family: str, key: str, change: str, tmp_path: Path
+    ) -> None:
+        raw = {"model_type": family, **KEYS, key: None}
+        if change == "missing":
+            del raw[key]
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        try:
+            hf = transformers.AutoConfig.from_pretrained(tmp_path)
+        except StrictDataclassError:
+            hf = None
+        if hf is not None and getattr(hf, "sliding_window", None):
+            with pytest.raises(ValueError, match=r"config\.json.*sliding_window"):
+                ModelConfig.from_directory(tmp_path, "float16")
+            return
+        if hf is None or hf.rope_parameters["rope_theta"] is None:  # null is nothing there; here it is no value
+            found = ModelConfig.from_directory(tmp_path, "float16")
+            if key in ("head_dim", "num_key_value_heads"):
+                raw[key] = {"head_dim": 512 // 64, "num_key_value_heads": 64}[key]
+            else:
+                del raw[key]
+            (tmp_path / "config.json").write_text(json.dumps(raw))
+            assert found == ModelConfig.from_directory(tmp_path, "float16")
+            return
+        config = ModelConfig.from_directory(tmp_path, "float16")
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "rms_norm_eps", "max_position_embeddings"):
+            assert getattr(config, name) == getattr(hf, name), name
+        assert config.tie_word_embeddings == hf.tie_word_embeddings
+        assert config.num_layers == hf.num_hidden_layers
+        assert (config.num_heads, config.num_kv_heads) == (hf.num_attention_heads, hf.num_key_value_heads)
+        assert config.head_dim == (getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads)
+        assert config.rope["rope_theta"] == hf.rope_parameters["rope_theta"]
+        assert config.eos_token_ids == (() if hf.eos_token_id is None else (hf.eos_token_id,))
+        assert config.output_bias == (family in ("llama", "qwen3") and hf.attention_bias)
+        assert config.mlp_bias == (family == "llama" and hf.mlp_bias)
 
     @pytest.mark.parametrize(("key", "other"), [("dtype", "torch_dtype"), ("torch_dtype", "dtype")])
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -258,7 +319,6 @@ class TestRefusals:
             ("llama", {"architectures": None, "model_type": "gpt2"}, "'gpt2' is not supported"),
             ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "rope type 'dynamic'"),
             ("llama", {"dtype": "float8_e4m3fn"}, "dtype 'float8_e4m3fn' is not supported"),
-            ("llama", {"hidden_size": None}, "hidden_size must be a positive whole number, got None"),
             (
                 "llama",
                 {"num_hidden_layers": "2"},
@@ -337,6 +397,24 @@ class TestRefusals:
         with pytest.raises(ValueError, match=r"max_model_len=1000000000 needs .*lower max_model_len"):
             make_llm(tmp_path, max_model_len=None)
         assert make_llm(tmp_path, max_model_len=64).inputs.max_model_len == 64
+
+    @pytest.mark.parametrize(
+        ("dtype", "message"),
+        [
+            ("float32", "a weight of the checkpoint is NaN or infinite, or exceeds the range of float32"),
+            ("bfloat16", "a weight of the checkpoint is NaN or infinite, or exceeds the range of bfloat16"),
+            ("float16", "the dtype overflows; use dtype='bfloat16' or 'float32' instead of 'float16'"),
+        ],
+    )
+    def test_logits_that_are_nan_are_blamed_on_what_can_be_the_cause(
+        self, dtype: str, message: str, tmp_path: Path, make_llm: MakeLLM
+    ) -> None:
+        make_tiny_model(tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["model.norm.weight"][3] = math.nan
+        save_file(tensors, tmp_path / "model.safetensors")
+        with pytest.raises(RuntimeError, match=f"prompt 0: its logits are NaN or infinite: {message}"):
+            run(make_llm(tmp_path, dtype=dtype), [random_ids(5)])
 
     @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "null", '{"a": 1'])
     def test_a_broken_config_json_is_named(self, content: str, tmp_path: Path) -> None:

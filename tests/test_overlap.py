@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from conftest import MakeLLM
 from host_helpers import NullEngine, NullModel, solo
 from llm_helpers import assert_idle, greedy, observe, script_tokens
@@ -84,6 +85,7 @@ class LateEngine(NullEngine):
         self.engine = engine = Engine.__new__(Engine)
         engine.scheduler, engine.manager, engine.runner = self.scheduler, self.manager, self.device  # type: ignore[assignment]
         engine.overlap, engine.dead, engine.events, engine.metrics_file = True, None, None, None
+        engine.device = torch.device("cpu")
         engine.phases = {phase: PhaseStats() for phase in ("prefill", "decode", "mixed")}
         engine._in_flight, engine._settled_at = None, 0.0
 

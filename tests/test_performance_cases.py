@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import re
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +15,7 @@ import torch
 from conftest import MakeLLM
 from llm_helpers import cached, greedy, run
 from tiny_models import random_ids, tiny_tokenizer
+from tqdm import tqdm
 
 from nanoapc import LLM, SamplingParams
 from nanoapc.inputs import TOKENIZER_GROUP, InputProcessor
@@ -34,6 +37,9 @@ class CountingTokenizer:
 
     def decode(self, ids: list[int], **options: Any) -> str:
         return tiny_tokenizer().decode(ids, **options)
+
+    def apply_chat_template(self, messages: list[dict[str, Any]], **options: Any) -> str:
+        return tiny_tokenizer().apply_chat_template(messages, **options)
 
 
 class TestTokenizing:
@@ -69,6 +75,51 @@ class TestTokenizing:
         llm.inputs.tokenizer = tokenizer
         assert len(list(llm.stream((f"text {i}" for i in range(100)), greedy(1)))) == 100
         assert tokenizer.calls == [16] * 6 + [4]
+
+    def test_conversations_are_rendered_and_tokenised_by_group_too(self, make_llm: MakeLLM) -> None:
+        llm, tokenizer = make_llm(), CountingTokenizer()
+        llm.inputs.tokenizer = tokenizer
+        seen: list[tuple[str, int, int]] = []  # the bar, what it shows, tokenizer calls made when it did
+
+        class Bar(tqdm):
+            def update(self, n: float | None = 1) -> bool | None:
+                result = super().update(n)
+                seen.append((self.desc.split(":")[0], int(self.n), len(tokenizer.calls)))
+                return result
+
+        total = 2 * TOKENIZER_GROUP + 50
+        conversations = [[{"role": "user", "content": f"no. {i}"}] for i in range(total)]
+        outputs = llm.chat(conversations, greedy(1), use_tqdm=partial(Bar, file=io.StringIO()))
+        assert tokenizer.calls == [TOKENIZER_GROUP, TOKENIZER_GROUP, 50]
+        steps = [(TOKENIZER_GROUP, 1), (2 * TOKENIZER_GROUP, 2), (total, 3)]
+        assert seen[:3] == [("Tokenizing", *step) for step in steps]
+        assert seen[-1][:2] == ("Processed prompts", total)
+        for i in (0, TOKENIZER_GROUP - 1, TOKENIZER_GROUP, total - 1):
+            text = tokenizer.apply_chat_template(conversations[i], tokenize=False, add_generation_prompt=True)
+            assert outputs[i].prompt == text
+            assert outputs[i].prompt_token_ids == tiny_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        bad = [*conversations[: TOKENIZER_GROUP + 5], ["no message"]]
+        with pytest.raises(ValueError, match=f"message 0 of conversation {TOKENIZER_GROUP + 5} is"):
+            llm.chat(bad, greedy(1), use_tqdm=False)
+        with pytest.raises(ValueError, match=f"prompt {TOKENIZER_GROUP + 5} has .* tokens; with room"):
+            llm.chat([*bad[:-1], [{"role": "user", "content": "x" * 500}]], greedy(1), use_tqdm=False)
+
+    def test_bad_words_are_tokenised_once_for_all_requests_that_have_them(
+        self, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        llm, calls = make_llm(), [0]
+        encode = llm.get_tokenizer().encode
+
+        def count(*arguments: Any, **options: Any) -> list[int]:
+            calls[0] += 1
+            return encode(*arguments, **options)
+
+        monkeypatch.setattr(llm.get_tokenizer(), "encode", count)
+        words = ["fox", "the lazy", "dog"]
+        each = [greedy(2, bad_words=words) for _ in range(40)]
+        outputs = run(llm, [random_ids(5, seed) for seed in range(40)], each)
+        assert len(list(llm.stream([random_ids(5)] * 40, each))) == len(outputs) == 40
+        assert calls == [3 * len(words)]
 
 
 class TestRates:

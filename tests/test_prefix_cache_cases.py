@@ -345,6 +345,60 @@ class TestOtherContents:
         llm.load_weights(load_file(model_dir / "model.safetensors").items())
         assert token_ids(run(llm, [prompt])) == old_ids
 
+    def test_weights_that_are_replaced_in_part_run_nothing_until_they_are_whole(
+        self, tmp_path: Path, make_llm: MakeLLM
+    ) -> None:
+        new, file, prompt = make_tiny_model(tmp_path, seed=1), tmp_path / "x.prefixes", random_ids(13)
+        weights = load_file(tmp_path / "model.safetensors")
+        llm, name = make_llm(prefix_cache_file=file), "model.layers.1.mlp.down_proj.weight"
+        old_ids = token_ids(run(llm, [prompt]))
+        with pytest.raises(ValueError, match="missing"):
+            llm.load_weights([])
+        assert cached(run(llm, [prompt])) == [12]  # nothing has changed
+
+        interrupted = {**weights, name: weights[name].as_subclass(Interrupting)}
+        for _ in range(2):
+            with pytest.raises(KeyboardInterrupt):
+                llm.load_weights(interrupted.items())
+            assert llm.metrics().cached_blocks == 0
+            with pytest.raises(RuntimeError, match=r"were replaced only in part.*; call load_weights again"):
+                run(llm, [prompt])
+            assert_idle(llm)
+        assert llm.save_prefix_cache() == 0 and not file.exists()
+        closed = make_llm(prefix_cache_file=file)
+        run(closed, [prompt])
+        with pytest.raises(KeyboardInterrupt):
+            closed.load_weights(interrupted.items())
+        closed.close()
+        assert not file.exists()
+
+        llm.load_weights(weights.items())
+        assert token_ids(run(llm, [prompt])) == [hf_greedy(new, prompt, 6)] != old_ids
+        llm.close()
+        assert cached(run(make_llm(tmp_path, prefix_cache_file=file), [prompt])) == [12]  # they are the new ones
+
+    @pytest.mark.parametrize("build_inside", [False, True])
+    def test_inference_mode_of_the_caller_changes_nothing(
+        self, build_inside: bool, model_dir: Path, tmp_path: Path, make_llm: MakeLLM
+    ) -> None:
+        new, file, prompt = make_tiny_model(tmp_path, seed=1), tmp_path / "x.prefixes", random_ids(13)
+        with make_llm(prefix_cache_file=file) as before:
+            old_ids = token_ids(run(before, [prompt]))
+        weights = [load_file(path / "model.safetensors") for path in (tmp_path, model_dir)]
+        with torch.inference_mode(build_inside):
+            llm = make_llm(prefix_cache_file=file)
+        for inside in (not build_inside, build_inside):
+            with torch.inference_mode(inside):
+                assert cached(run(llm, [prompt])) == [12]
+                llm.load_weights((name, tensor * 1) for name, tensor in weights[0].items())
+                assert token_ids(run(llm, [prompt])) == [hf_greedy(new, prompt, 6)]
+                llm.load_weights(weights[1].items())
+                assert token_ids(run(llm, [prompt])) == old_ids
+                run(llm, [random_ids(40, i) for i in range(3)])
+                assert llm.save_prefix_cache() > 3
+                kept = (llm.engine.runner.kv_memory, *llm.engine.runner.model.parameters())
+                assert not any(tensor.is_inference() for tensor in kept)
+
     def test_weights_changed_behind_the_engine_need_a_reset(self, make_llm: MakeLLM) -> None:
         llm, prompt = make_llm(), random_ids(13)
         run(llm, [prompt])
@@ -363,6 +417,16 @@ class TestOtherContents:
         with pytest.raises(RuntimeError, match="weights cannot change while requests are unfinished"):
             llm.load_weights(load_file(model_dir / "model.safetensors").items())
         assert llm.abort_request(request_id)
+
+
+class Interrupting(torch.Tensor):
+    """Its content is read when somebody presses Ctrl-C."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.copy_:
+            raise KeyboardInterrupt
+        return super().__torch_function__(function, types, args, kwargs or {})
 
 
 class TestReset:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import pickle
+import weakref
 
 import numpy as np
 import pytest
@@ -233,7 +235,30 @@ def test_both_forms_of_a_bad_word_are_found_whatever_their_lengths():
     assert set(SamplingParams(bad_words=["word"]).bad_words_ids(Words())) == {(1, 2), (3,)}
     assert set(SamplingParams(bad_words=[" word"]).bad_words_ids(Words())) == {(1, 2), (3,)}
     assert set(SamplingParams(bad_words="a word").bad_words_ids(Words())) == {(4, 3), (5, 3)}
-    assert SamplingParams(bad_words=[" "]).bad_words_ids(Words()) == [(9,)]
+    assert SamplingParams(bad_words=[" "]).bad_words_ids(Words()) == ((9,),)
+
+
+def test_the_same_bad_words_are_tokenised_once_for_each_tokenizer_which_is_not_kept():
+    class Counting(Words):
+        num_calls = 0
+
+        def encode(self, text, *, add_special_tokens):
+            self.num_calls += 1
+            return super().encode(text, add_special_tokens=add_special_tokens)
+
+    first, second = Counting(), Counting()
+    for tokenizer in (first, second):
+        for _ in range(5):
+            params = SamplingParams(bad_words=["word", "a word"])
+            params.verify(320, tokenizer)
+            assert len(params.bad_words_ids(tokenizer)) == 4
+        assert tokenizer.num_calls == 6  # three forms of each
+    SamplingParams(bad_words=["word"]).verify(320, first)
+    assert first.num_calls == 9
+    kept = weakref.ref(first)
+    del first, tokenizer
+    gc.collect()
+    assert kept() is None
 
 
 def test_a_bad_word_without_tokens_is_an_error():

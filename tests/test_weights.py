@@ -21,7 +21,8 @@ from torch import Tensor
 from nanoapc.kernels.reference import ReferenceKernels
 from nanoapc.layers.linear import Linear
 from nanoapc.models.checkpoint import read_tensors, resolve_model
-from nanoapc.models.weights import replace_weights
+from nanoapc.models.decoder import CausalLM
+from nanoapc.models.weights import WeightsDigest, check_weights, replace_weights
 
 IDS = random_ids(20)
 HEAD = "lm_head.weight"
@@ -51,6 +52,10 @@ def shard(directory: Path) -> dict[str, str]:
     (directory / "model.safetensors").unlink()
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return weight_map
+
+
+def replace(model: CausalLM, tensors: Any, digest: WeightsDigest | None = None) -> None:
+    replace_weights(model, check_weights(model, tensors), digest)
 
 
 def assert_logits(directory: Path, expected: Tensor) -> None:
@@ -114,6 +119,13 @@ class TestFiles:
         with pytest.raises(ValueError, match=r"model\.safetensors"):
             load_tiny(tmp_path)
 
+    @pytest.mark.parametrize("file", ["config.json", "model.safetensors.index.json", "model.safetensors"])
+    def test_a_git_lfs_pointer_is_named_with_what_to_do(self, file: str, tmp_path: Path) -> None:
+        save(tmp_path)
+        (tmp_path / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 537\n")
+        with pytest.raises(ValueError, match=rf"{file}.*: it is a Git LFS pointer.*fetch the file itself with `git"):
+            load_tiny(tmp_path)
+
     def test_pickled_weights_are_never_opened(self, tmp_path: Path) -> None:
         expected = save(tmp_path, file="kept")
         marker = tmp_path / "marker"
@@ -145,6 +157,22 @@ class TestTensors:
         assert_logits(tmp_path, expected)
         assert [record.levelname for record in caplog.records] == ["WARNING"]
         assert "lm_head.weight is ignored" in caplog.text
+
+    def test_a_tied_checkpoint_may_store_the_head_instead_of_the_embedding(self, tmp_path: Path) -> None:
+        expected = save(tmp_path, tie_word_embeddings=True)
+        tensors = load_file(tmp_path / "model.safetensors")
+        digests = [WeightsDigest() for _ in range(3)]
+        load_tiny(tmp_path, digest=digests[0])
+        edit_tensors(tmp_path, remove=(EMBEDDING,), **{HEAD: tensors[EMBEDDING].clone()})
+        assert_logits(tmp_path, expected)
+        model = load_tiny(tmp_path, load_format="dummy", digest=digests[1])
+        replace(model, load_file(tmp_path / "model.safetensors").items(), digests[1])
+        torch.testing.assert_close(forward_logits(model, IDS), expected, rtol=1e-4, atol=1e-4)
+        load_tiny(tmp_path, digest=digests[2])
+        assert len({str(digest) for digest in digests}) == 1  # the same weights
+        edit_tensors(tmp_path, remove=(HEAD,))
+        with pytest.raises(ValueError, match=f"missing: {EMBEDDING}"):
+            load_tiny(tmp_path)
 
     def test_missing_tensors_are_named(self, tmp_path: Path) -> None:
         save(tmp_path)
@@ -268,7 +296,7 @@ class TestReplaceWeights:
         model = load_tiny(tmp_path)
         other = make_tiny_model(tmp_path / "other", seed=1, tokenizer=False, tie_word_embeddings=tied)
         embedding = model.model.embed_tokens.weight
-        replace_weights(model, reversed(other.state_dict().items()))  # any order: a tied head comes first
+        replace(model, reversed(other.state_dict().items()))  # any order: a tied head comes first
         torch.testing.assert_close(forward_logits(model, IDS), hf_logits(other, IDS), rtol=1e-4, atol=1e-4)
         assert model.model.embed_tokens.weight is embedding  # in place
         assert not caplog.records
@@ -277,7 +305,7 @@ class TestReplaceWeights:
         hf_model = make_tiny_model(tmp_path, tokenizer=False)
         model = load_tiny(tmp_path, dtype="bfloat16")
         before = forward_logits(model, IDS)
-        replace_weights(model, hf_model.state_dict().items())
+        replace(model, hf_model.state_dict().items())
         assert torch.equal(forward_logits(model, IDS), before)
 
     @pytest.mark.parametrize("fault", ["missing", "surplus", "shape"])
@@ -291,7 +319,7 @@ class TestReplaceWeights:
         else:
             tensors["extra" if fault == "surplus" else "model.norm.weight"] = torch.ones(3)
         with pytest.raises(ValueError, match="extra" if fault == "surplus" else r"model\.norm\.weight"):
-            replace_weights(model, tensors.items())
+            replace(model, tensors.items())
         assert torch.equal(forward_logits(model, IDS), before)
 
     @pytest.mark.parametrize(
@@ -315,8 +343,26 @@ class TestReplaceWeights:
         with pytest.raises(
             ValueError, match=r"model\.norm\.weight must be a dense tensor of floats .* with data, not "
         ):
-            replace_weights(model, tensors.items())
+            replace(model, tensors.items())
         assert torch.equal(forward_logits(model, IDS), before)
+
+    @pytest.mark.parametrize(
+        ("tensors", "message"),
+        [
+            (None, r"the weights are None; pass \(name, tensor\) pairs"),
+            (["ab", "cd"], "entry 0 of the weights is 'ab'; pass"),
+            ({EMBEDDING: 1}, f"entry 0 of the weights is '{EMBEDDING}'; pass .*items"),
+            ([("a", torch.ones(1)), ("b",)], r"entry 1 of the weights is \('b',\); pass"),
+            ([(torch.ones(1), "a")], "entry 0 of the weights is .*; pass"),
+            ([("a", torch.ones(1)), ("a", torch.ones(1))], "the weights have 'a' twice"),
+        ],
+    )
+    def test_what_is_no_list_of_pairs_of_different_names_is_refused(
+        self, tensors: Any, message: str, tmp_path: Path
+    ) -> None:
+        save(tmp_path)
+        with pytest.raises(ValueError, match=message):
+            check_weights(load_tiny(tmp_path), tensors)
 
 
 class TestResolveModel:

@@ -4,7 +4,8 @@ Invariants: the final text is tokenizer.decode(output ids) - with the space that
 drops at the start of a text kept where the output continues a prompt. The incremental text is a prefix of it
 (a character is held back until its last byte is there), costs a bounded amount of work per token, and ends
 at the first stop string, wherever the boundaries of tokens lie. (Bytes that are not UTF-8 may be shown
-differently in the incremental text.)
+differently in the incremental text. A tokenizer that cleans up spaces may take back a text's end when the next
+token comes: there all is decoded anew for each token.)
 
     ids      ... |  prefix window  |  new ids  |        decode(window + new) minus decode(window) is new text;
                  prefix            read                 the window gives the decoder its context
@@ -74,6 +75,8 @@ class Detokenizer:
     ) -> None:
         self._tokenizer = tokenizer
         self._params = params
+        self._whole = partial(output_text, tokenizer, prompt_token_ids) if _cleans_up(tokenizer) else None
+        self._ids: list[int] = []  # the output, where it is decoded as a whole
         self._window = _context(tokenizer, prompt_token_ids, params.skip_special_tokens)
         self._read = len(self._window)  # ids of the window whose text is out
         self._num_chars_out = len(self._decode(self._window))  # characters of the window's text that are out
@@ -113,7 +116,14 @@ class Detokenizer:
         return stop
 
     def _new_text(self, token_id: int) -> str:
-        """What the token adds to the text that is certain by now."""
+        """What the token adds to the text that is certain by now; what it changes is taken out of it first."""
+        if self._whole is not None:
+            self._ids.append(token_id)
+            text = self._whole(self._ids, self._params).rstrip(REPLACEMENT)
+            pairs = enumerate(zip(self.text, text))
+            same = next((i for i, (old, new) in pairs if old != new), min(len(self.text), len(text)))
+            self._pieces, self._tail = [text[:same]], text[max(0, same - self._max_stop_chars + 1) : same]
+            return text[same:]
         window = [*self._window, token_id]
         text = self._decode(window)
         held = len(window) - self._read > MAX_HELD_TOKENS
@@ -133,6 +143,15 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
+
+
+def _cleans_up(tokenizer: Any) -> bool:
+    """Whether decoding takes spaces out of the text, which transformers does not do for BPE unless it is forced to."""
+    if not getattr(tokenizer, "clean_up_tokenization_spaces", False):
+        return False
+    is_bpe = type(getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)).__name__ == "BPE"
+    forced = getattr(tokenizer, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output", False)
+    return forced or not is_bpe
 
 
 @cache

@@ -38,7 +38,7 @@ from nanoapc.engine.prefix_order import prefix_order
 from nanoapc.engine.prefix_store import PrefixStore, kv_origin
 from nanoapc.engine.request import Request, make_sequences
 from nanoapc.engine.scheduler import Scheduler
-from nanoapc.engine.sequence import Sequence
+from nanoapc.engine.sequence import Sequence, SequenceTable
 from nanoapc.engine.step_batch import StepBatch, largest_batch
 from nanoapc.engine.transfer import PinnedTransfer, Transfer
 from nanoapc.inputs import InputProcessor
@@ -47,7 +47,7 @@ from nanoapc.layers.sampler import Sampler
 from nanoapc.models.checkpoint import resolve_model
 from nanoapc.models.config import ModelConfig
 from nanoapc.models.decoder import CausalLM
-from nanoapc.models.weights import WeightsDigest, load_model, replace_weights
+from nanoapc.models.weights import WeightsDigest, check_weights, load_model, replace_weights
 from nanoapc.sampling_params import SamplingParams
 
 logger = logging.getLogger(__name__)
@@ -66,8 +66,10 @@ class Engine:
         phases: the steps so far, by phase ("prefill", "decode", "mixed").
         overlap: whether steps are launched ahead.
         dead: None, or why the engine cannot run any more.
+        unusable: None, or why it cannot run until `load_weights` has succeeded.
     """
 
+    unusable: str | None = None
     _in_step = False  # while `step` runs
     _at_device = False  # while a step is launched or waited for: what fails then leaves scheduler and pool whole
 
@@ -90,9 +92,14 @@ class Engine:
         with self._current_device():
             self._build(str(directory), log_events)
 
+    # Tensors that are made in the caller's inference mode could not be written outside it.
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def _build(self, directory: str, log_events: bool) -> None:
         config, model_config, max_model_len = self.config, self.model_config, self.inputs.max_model_len
-        if self.device.type == "cpu":  # what cannot fit is refused before weights are read
+        # What cannot fit is refused before weights are read.
+        SequenceTable(config.max_num_seqs, max_model_len, config.block_size)
+        if self.device.type == "cpu":
             count_blocks(config, model_config, max_model_len, None)
         kernels = select_kernels(self.device, config.deterministic)
         self._digest = WeightsDigest() if config.prefix_cache_file else None
@@ -174,21 +181,21 @@ class Engine:
         """Gives new requests their ids and sequences, in the order in which they are best run; nothing runs yet."""
         sequences: list[Sequence] = []
         for request in requests:
-            request.request_id = str(self._num_requests)
+            number, first_seq_id = self._num_requests, self._num_sequences  # a signal's handler gets others
+            self._num_requests, self._num_sequences = number + 1, first_seq_id + request.params.n
+            request.request_id = str(number)
             request.arrival_time = time.perf_counter()
             seed = request.params.seed
             if seed is None:
-                seed = _derived_seed(self.config.seed, self._num_requests)
+                seed = _derived_seed(self.config.seed, number)
             request.sequences = make_sequences(
                 request,
-                self._num_sequences,
+                first_seq_id,
                 self.inputs.max_model_len,
                 seed,
                 self.eos_token_ids,
                 self.inputs.tokenizer,
             )
-            self._num_requests += 1
-            self._num_sequences += len(request.sequences)
             sequences += request.sequences
         return prefix_order(sequences) if self.config.schedule_policy == "prefix" else sequences
 
@@ -202,8 +209,8 @@ class Engine:
 
     def step(self) -> list[Request]:
         """Runs one step; returns the requests that it has finished. Nothing waits or runs: an empty list."""
-        if self.dead is not None:
-            raise RuntimeError(self.dead)
+        if (reason := self.dead or self.unusable) is not None:
+            raise RuntimeError(reason)
         self._in_step = True
         try:
             with self._current_device():
@@ -288,17 +295,25 @@ class Engine:
         return self.store.save(self.manager.step + 1 - num_unsettled)
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """New weights under the checkpoint's names; cached K/V of the old ones is forgotten."""
+        """New weights under the checkpoint's names; cached K/V of the old ones is forgotten.
+
+        Raises:
+            ValueError: see `check_weights`; nothing has changed.
+            Any other error: if weights have changed, `unusable` is set.
+        """
         if self.scheduler.has_unfinished:
             raise RuntimeError("weights cannot change while requests are unfinished; wait for them or abort them")
         self._drain()
-        replace_weights(self.runner.model, tensors, self._digest)
+        weights = check_weights(self.runner.model, tensors)
+        self.unusable = "the weights were replaced only in part, because load_weights failed; call load_weights again"
+        self.manager.start_over()
+        replace_weights(self.runner.model, weights, self._digest)
         if self.store is not None:
             self.store.origin["weights"] = str(self._digest)
         if self.runner.graphs is not None:
             with self._current_device():
                 self.runner.graphs.capture()  # they hold the addresses of the old ones
-        self.manager.reset()
+        self.unusable = None
 
     def close(self) -> None:
         """Drops model and KV memory; afterwards nothing can run (a RuntimeError)."""

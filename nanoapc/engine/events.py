@@ -34,6 +34,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
@@ -219,7 +220,8 @@ class Events:
 
 def _opened(trace: str) -> TextIO:
     """The file, emptied and locked, to be written line by line."""
-    file = open(trace, "a", 1, encoding="utf-8")  # noqa: SIM115
+    private = partial(os.open, mode=0o600)  # prompts are in it
+    file = open(trace, "a", 1, encoding="utf-8", opener=private)  # noqa: SIM115
     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     if os.path.isfile(trace):  # and no pipe
         file.truncate(0)

@@ -41,6 +41,7 @@ class InFlight:
 
     tiles: of its attention [num_tiles, 6]. rows: of its sampling, None if nothing is sampled.
     sampled, prompt_scores: its results, on the host once `arrived` (None: already).
+    dtype: of the logits.
     """
 
     batch: StepBatch
@@ -49,6 +50,7 @@ class InFlight:
     sampled: SampledTokens | None
     prompt_scores: list[tuple[Sequence, TokenLogprobs]]
     arrived: Event | None
+    dtype: torch.dtype
 
     def wait(self) -> np.ndarray:
         """[num_samples] int64 in the order of batch.sample_rows, -1 where a sequence's own parameters leave no token.
@@ -66,7 +68,7 @@ class InFlight:
             return np.zeros(0, np.int64)
         token_ids = self.sampled.token_ids.numpy()
         for i in np.flatnonzero(token_ids < 0).tolist():
-            _check_excluded(self.batch.sampled[i], self.rows.num_valid_ids)
+            _check_excluded(self.batch.sampled[i], self.rows.num_valid_ids, self.dtype)
         if self.sampled.logprobs is not None:
             rows = zip(self.batch.sampled, token_ids.tolist(), self.rows.num_logprobs, strict=True)
             asking = [(seq, token_id) for seq, token_id, count in rows if count is not None]
@@ -80,12 +82,16 @@ class InFlight:
         return token_ids
 
 
-def _check_excluded(seq: Sequence, num_valid_ids: int) -> None:
+def _check_excluded(seq: Sequence, num_valid_ids: int, dtype: torch.dtype) -> None:
     """RuntimeError unless a sequence without a token has its own parameters to blame, or has ended anyway."""
     is_excluded = seq.sampler_state is not None and seq.sampler_state.leaves_none(num_valid_ids)
     if seq.finish_reason is None and not is_excluded:
-        cause = "its logits are NaN or infinite: the dtype overflows; use dtype='bfloat16' or 'float32'"
-        raise RuntimeError(f"no token can be sampled for prompt {seq.request.index}: {cause}")
+        cause = "the dtype overflows; use dtype='bfloat16' or 'float32' instead of 'float16'"
+        if dtype is not torch.float16:
+            name = str(dtype).removeprefix("torch.")
+            cause = f"a weight of the checkpoint is NaN or infinite, or exceeds the range of {name}; check the weights"
+        where = f"prompt {seq.request.index}: its logits are NaN or infinite"
+        raise RuntimeError(f"no token can be sampled for {where}: {cause}")
 
 
 class ModelRunner:
@@ -163,7 +169,7 @@ class ModelRunner:
             # Where there is no token (-1) the sequence ends, or `wait` raises, but the next step may run until then.
             torch.clamp(sampled.token_ids, min=0, out=self.last_tokens[: len(batch.samples)])
         (sampled, prompt_scores), arrived = self.transfer.fetch((sampled, prompt_scores))
-        return InFlight(batch, tiles, rows, sampled, prompt_scores, arrived)
+        return InFlight(batch, tiles, rows, sampled, prompt_scores, arrived, self.kv_memory.dtype)
 
     def forward(self, token_ids: Tensor, plan: AttentionPlan) -> Tensor:
         """A step's hidden states [T, h], as graphs capture it; token_ids may take the tokens of the step before."""

@@ -6,6 +6,8 @@ Invariant: a request is finished when all of its n sequences are; its output lis
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,22 @@ from nanoapc.sampling_params import SamplingParams
 
 
 @dataclass(eq=False)
+class Call:
+    """One call of generate, chat or stream (or the step interface): its requests and where their outputs arrive."""
+
+    source: Iterator[list[Sequence]] | None = None  # sequences still to be submitted
+    pending: dict[str, Request] = field(default_factory=dict)
+    finished: deque[RequestOutput] = field(default_factory=deque)
+    error: BaseException | None = None  # what ended a step of another caller, and our requests with it
+    left: bool = False  # its caller has gone
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether anything is still to be submitted, run, fetched or raised."""
+        return bool(self.source is not None or self.pending or self.finished or self.error is not None)
+
+
+@dataclass(eq=False)
 class Request:
     """One prompt and its n sequences."""
 
@@ -26,7 +44,7 @@ class Request:
     index: int  # the place of its prompt in the caller's list
     prompt: Prompt
     params: SamplingParams
-    call: Any = None  # whom the finished output is for
+    call: Call  # whom the finished output is for
     sequences: list[Sequence] = field(default_factory=list)
     arrival_time: float = 0.0  # as in RequestMetrics
     first_token_time: float | None = None

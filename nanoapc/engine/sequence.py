@@ -120,9 +120,14 @@ class SequenceTable:
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int):
         max_blocks = -(-max_model_len // block_size) + 1
-        # np.zeros: pages that nobody touches cost nothing.
-        self.tokens = np.zeros((num_rows, max_model_len + 1), np.int32)
-        self.block_table = np.zeros((num_rows, max_blocks), np.int32)
+        try:  # np.zeros: pages that nobody touches cost nothing
+            self.tokens = np.zeros((num_rows, max_model_len + 1), np.int32)
+            self.block_table = np.zeros((num_rows, max_blocks), np.int32)
+        except MemoryError:
+            raise ValueError(
+                f"max_num_seqs={num_rows} sequences of max_model_len={max_model_len} tokens are more than this "
+                "machine can keep account of; lower one of them"
+            ) from None
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_prompt_tokens = np.zeros(num_rows, np.int64)
         self.num_computed_tokens = np.zeros(num_rows, np.int64)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ INDEX = "model.safetensors.index.json"
 HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 HUB_IGNORED = ["original/*", "consolidated*"]
 """Second copies of the weights in the vendor's own layout."""
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Safetensors' names of the dtypes that weights can have; others are parts of quantised checkpoints."""
 
@@ -71,7 +72,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))  # with or without a byte order mark
     except (OSError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+        raise ValueError(f"{path} cannot be read as JSON: {_reason(path, error)}") from error
     if (kind := type(value).__name__) != "dict":
         raise ValueError(f"{path} must hold a JSON object, not a {kind}")
     return value
@@ -110,7 +111,15 @@ def _open(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {_reason(path, error)}") from error
+
+
+def _reason(path: Path, error: Exception) -> Exception | str:
+    """Why a file cannot be read: what it is instead of itself, or the error."""
+    with suppress(OSError), path.open("rb") as file:
+        if file.read(len(LFS_POINTER)) == LFS_POINTER:
+            return "it is a Git LFS pointer, no more than the file's name; fetch the file itself with `git lfs pull`"
+    return error
 
 
 def read_headers(files: Mapping[str, Path]) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

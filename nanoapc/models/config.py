@@ -21,6 +21,17 @@ from nanoapc.layers.rotary import read_rope
 from nanoapc.models.checkpoint import check_directory, read_headers, read_json, tensor_files
 from nanoapc.models.registry import find_family
 
+COMMON_DEFAULTS: dict[str, Any] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+"""What transformers takes for keys that config.json lacks; `config_defaults` has those of one family alone."""
+NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", "eos_token_id")
+"""Keys for which null says something; any other that is null counts as missing."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SAMPLING = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
@@ -108,7 +119,8 @@ class ModelConfig:
             if raw.get(key) is not None and type(raw[key]) is not kind:
                 raise ValueError(f"{key} must be a {kind.__name__} or null, got {raw[key]!r}")
         family = find_family(raw)
-        raw = {**family.config_defaults, **raw}
+        given = {key: value for key, value in raw.items() if value is not None or key in NULL_IS_A_VALUE}
+        raw = {**COMMON_DEFAULTS, **family.config_defaults, **given}
         hidden_size, num_heads = _size(raw, "hidden_size"), _size(raw, "num_attention_heads")
         num_layers = _size(raw, "num_hidden_layers")
         variant = family.variant(raw)._asdict()
@@ -117,7 +129,7 @@ class ModelConfig:
         head_dim = hidden_size // num_heads if raw.get("head_dim") is None else _size(raw, "head_dim")
         if num_heads % num_kv_heads:
             raise ValueError(f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}")
-        eps = raw.get("rms_norm_eps", 1e-6)
+        eps = raw["rms_norm_eps"]
         if isinstance(eps, bool) or not isinstance(eps, int | float) or not 0 < eps < math.inf:
             raise ValueError(f"rms_norm_eps must be a positive number, got {eps!r}")
         if head_dim % 2 or head_dim == 0:
@@ -134,7 +146,7 @@ class ModelConfig:
             rms_norm_eps=float(eps),
             max_position_embeddings=_size(raw, "max_position_embeddings"),
             rope=read_rope(raw),
-            tie_word_embeddings=bool(raw.get("tie_word_embeddings")),
+            tie_word_embeddings=raw["tie_word_embeddings"],
             dtype=dtype,
             eos_token_ids=_token_ids(raw.get("eos_token_id")),
             **variant,
@@ -171,7 +183,7 @@ def _refuse_unsupported(raw: Mapping[str, Any], sliding_window: int | None) -> N
         raise ValueError(f"sliding-window attention is not supported (sliding_window: {raw.get('sliding_window')})")
     if others:
         raise ValueError(f"layer_types has {others[0]!r}, which is not supported; only 'full_attention' is")
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
+    if raw["hidden_act"] not in ("silu", "swish"):
         raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
 
 

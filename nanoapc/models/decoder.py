@@ -97,7 +97,7 @@ class CausalLM(Layer):
     model_type: ClassVar[str] = ""
     """The family's name in config.json, for files that do not name an architecture."""
     config_defaults: ClassVar[Mapping[str, Any]] = {}
-    """Values of keys that config.json may lack."""
+    """What transformers takes for keys that config.json lacks (see COMMON_DEFAULTS in models/config.py, too)."""
     packed_modules_mapping: ClassVar[Mapping[str, tuple[str, ...]]] = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
         "gate_up_proj": ("gate_proj", "up_proj"),

@@ -9,10 +9,17 @@ from nanoapc.models.decoder import CausalLM, Variant
 
 
 class MistralForCausalLM(CausalLM):
-    """A config.json without `sliding_window` means a window of 4096, as in transformers."""
+    """A config.json without `sliding_window` means a window of 4096, one without `num_key_value_heads` 8 of them."""
 
     model_type = "mistral"
-    config_defaults: ClassVar[dict[str, int]] = {"sliding_window": 4096}
+    config_defaults: ClassVar[dict[str, Any]] = {
+        "vocab_size": 32000,
+        "intermediate_size": 14336,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 4096 * 32,
+        "eos_token_id": 2,
+        "sliding_window": 4096,
+    }
 
     @classmethod
     def variant(cls, raw: Mapping[str, Any]) -> Variant:

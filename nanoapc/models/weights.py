@@ -6,14 +6,16 @@
     v_proj.weight  --+
 
 Invariants: names and shapes are compared, in both directions, before the first tensor is read, so a wrong
-checkpoint changes nothing; beyond the weights themselves, memory holds about one tensor at a time.
+checkpoint changes nothing; beyond the weights themselves, memory holds about one tensor at a time. Weights are plain
+tensors, also where the caller is in torch.inference_mode(): they can be replaced in it and outside.
 """
 
 from __future__ import annotations
 
 import logging
+import reprlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,7 +33,7 @@ from nanoapc.models.registry import find_family
 
 logger = logging.getLogger(__name__)
 
-HEAD = "lm_head.weight"
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED_SUFFIX = "rotary_emb.inv_freq"
 """Old Llama checkpoints store this; it follows from config.json."""
 
@@ -84,12 +86,13 @@ def load_model(
     """
     family = find_family({"architectures": [config.architecture]})
     model = family(config, kernels, max_len, device).eval()
-    destinations = _destinations(model)
     if load_format == "dummy":
+        destinations = _destinations(model)
         tensors = _noise(destinations, config.dtype, device)
     elif load_format == "auto":
         files = tensor_files(Path(model_dir))
         shapes = {name: shape for name, (shape, _) in read_headers(files).items()}
+        destinations = _destinations(model, shapes)
         tensors = read_tensors(files, _check(str(model_dir), config, destinations, shapes))
     else:
         raise ValueError(f"load_format must be 'auto' or 'dummy', got {load_format!r}")
@@ -97,17 +100,15 @@ def load_model(
     return model
 
 
-def replace_weights(
-    model: CausalLM, tensors: Iterable[tuple[str, Tensor]], digest: WeightsDigest | None = None
-) -> None:
-    """Replaces all weights of a loaded model by (name, tensor) pairs with a checkpoint's names and shapes.
+def check_weights(model: CausalLM, tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    """(name, tensor) pairs with a checkpoint's names and shapes -> what `replace_weights` takes. Changes nothing.
 
-    Tensors may have any float dtype and device; the model keeps its own. Nothing changes if this raises.
+    Tensors may have any float dtype and device.
 
     Raises:
-        ValueError: tensors are missing, surplus, of the wrong shape, or no plain tensors of floats.
+        ValueError: no pairs; tensors are missing, given twice, surplus, of the wrong shape, or no plain ones of floats.
     """
-    given = dict(tensors)
+    given = _by_name(tensors)
     for name, tensor in given.items():
         plain = isinstance(tensor, Tensor) and tensor.layout is torch.strided and not tensor.is_meta
         if not plain or tensor.dtype not in DTYPES.values():
@@ -115,15 +116,35 @@ def replace_weights(
                 f"{tensor.layout} of {tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor)
             )
             raise ValueError(f"{name} must be a dense tensor of floats (16 to 64 bits) with data, not {kind}")
-    destinations = _destinations(model)
     shapes = {name: tuple(tensor.shape) for name, tensor in given.items()}
-    names = _check("the given weights", model.config, destinations, shapes)
-    device = model.model.embed_tokens.weight.device
-    _fill(model, destinations, ((name, given[name]) for name in names), device, digest)
+    names = _check("the given weights", model.config, _destinations(model, shapes), shapes)
+    return {name: given[name] for name in names}
 
 
-def _destinations(model: CausalLM) -> dict[str, Destination]:
-    """Every tensor that a checkpoint of this model must have, by its name there."""
+def _by_name(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    remedy = "pass (name, tensor) pairs, such as state_dict().items()"
+    if not isinstance(tensors, Iterable):
+        raise ValueError(f"the weights are {reprlib.repr(tensors)}; {remedy}")
+    given: dict[str, Tensor] = {}
+    for i, entry in enumerate(tensors):
+        if not isinstance(entry, tuple | list) or len(entry) != 2 or not isinstance(entry[0], str):
+            raise ValueError(f"entry {i} of the weights is {reprlib.repr(entry)}; {remedy}")
+        if entry[0] in given:
+            raise ValueError(f"the weights have {entry[0]!r} twice; give each tensor once")
+        given[entry[0]] = entry[1]
+    return given
+
+
+def replace_weights(model: CausalLM, checked: Mapping[str, Tensor], digest: WeightsDigest | None = None) -> None:
+    """Replaces all weights of a loaded model, which keeps dtype and device.
+
+    If this is interrupted, the model has old weights and new ones; once it has run to its end, new ones alone.
+    """
+    _fill(model, _destinations(model, checked), checked.items(), model.model.embed_tokens.weight.device, digest)
+
+
+def _destinations(model: CausalLM, names: Container[str] = ()) -> dict[str, Destination]:
+    """Every tensor that a checkpoint of this model must have, by its name there; names: those that it does have."""
     found = {}
     for path, module in model.named_modules():
         parent, _, own_name = path.rpartition(".")
@@ -137,6 +158,8 @@ def _destinations(model: CausalLM) -> dict[str, Destination]:
                 first_row += size
     if model.config.tie_word_embeddings:
         del found[HEAD]
+        if HEAD in names and EMBEDDING not in names:  # one tensor, and either name will do
+            found[HEAD] = found.pop(EMBEDDING)
     return found
 
 
@@ -178,6 +201,8 @@ def _noise(
         yield name, tensor
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _fill(
     model: CausalLM,
     destinations: Mapping[str, Destination],
@@ -201,7 +226,8 @@ def _fill(
             setattr(module, parameter, whole)
         whole.data[first_row : first_row + shape[0]].copy_(tensor)
         if digest is not None:
-            digest.add(name, tensor.to(dtype))
+            is_tied = name == HEAD and model.config.tie_word_embeddings
+            digest.add(EMBEDDING if is_tied else name, tensor.to(dtype))
         waiting[module] -= 1
         if isinstance(module, Linear) and waiting[module] == 0:
             module.pack(model.kernels)
