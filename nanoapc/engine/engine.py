@@ -98,9 +98,9 @@ class Engine:
     def _build(self, directory: str, log_events: bool) -> None:
         config, model_config, max_model_len = self.config, self.model_config, self.inputs.max_model_len
         # What cannot fit is refused before weights are read.
-        SequenceTable(config.max_num_seqs, max_model_len, config.block_size)
         if self.device.type == "cpu":
             count_blocks(config, model_config, max_model_len, None)
+        SequenceTable(config.max_num_seqs, max_model_len, config.block_size)
         kernels = select_kernels(self.device, config.deterministic)
         self._digest = WeightsDigest() if config.prefix_cache_file else None
         model = load_model(
