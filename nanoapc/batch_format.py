@@ -24,14 +24,14 @@ from itertools import accumulate
 from typing import Any
 
 from nanoapc.engine.detokenizer import REPLACEMENT, partial_bytes
-from nanoapc.inputs import InputProcessor, groups
+from nanoapc.inputs import InputProcessor
 from nanoapc.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoapc.sampling_params import SamplingParams, check_unicode
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_LINE_BYTES = 64 * 2**20
-GROUP_LINES = 256
-"""Lines that are tokenised together, at most."""
+GROUP_LINES, GROUP_BYTES = 256, 4 * 2**20
+"""Lines that are tokenised together, at most: so many, or one more than has so many bytes."""
 MOST = {"n": 128, "logprobs": 20}
 """OpenAI's limits: no line shall take the whole engine."""
 LEAST_LOGPROB = -9999.0
@@ -181,7 +181,7 @@ class RequestReader:
 
     def read(self, lines: Iterable[Line]) -> Iterator[RequestLine]:
         """Lines with prompt and params, or with an error. They are read as they are needed, a group at a time."""
-        for group in groups(lines, GROUP_LINES):
+        for group in _groups(lines):
             parsed = [parse_line(*line) for line in group]
             for line in parsed:
                 _guarded(line, self._check)
@@ -228,6 +228,17 @@ class RequestReader:
         given = {name: body[name] for name in TEMPLATE_OPTIONS.keys() & body.keys()}
         options = {"add_generation_prompt": True, **given, **body.get("chat_template_kwargs", {})}
         return self.inputs.render_chat(body.get("messages"), "messages", body.get("chat_template"), options)
+
+
+def _groups(lines: Iterable[Line]) -> Iterator[list[Line]]:
+    group, size = list[Line](), 0
+    for line in lines:
+        group.append(line)
+        size += len(line[1])
+        if len(group) == GROUP_LINES or size >= GROUP_BYTES:
+            yield group
+            group, size = [], 0
+    yield group
 
 
 def is_named(model: Any, names: Sequence[str]) -> bool:

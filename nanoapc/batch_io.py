@@ -50,9 +50,10 @@ def open_input(path: str) -> IO[bytes]:
 
 def _opened(path: str) -> IO[bytes]:
     if path == "-":
-        if sys.stdin is None:
+        buffer: IO[bytes] | None = getattr(sys.stdin, "buffer", None)
+        if buffer is None:
             raise ValueError("standard input is closed; give the name of a file instead of -")
-        return sys.stdin.buffer
+        return buffer
     try:
         return open(path, "rb")
     except FileNotFoundError:

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -23,7 +24,7 @@ from nanoapc.config import EngineConfig
 from nanoapc.engine.engine import Engine
 from nanoapc.engine.explain import Explanation, explain
 from nanoapc.engine.metrics import Metrics
-from nanoapc.engine.request import Call, Request, make_output
+from nanoapc.engine.request import Call, OutputStream, Request, make_output
 from nanoapc.engine.sequence import Sequence as EngineSequence
 from nanoapc.fair_lock import FairLock
 from nanoapc.inputs import (
@@ -63,6 +64,7 @@ class LLM:
         self._close_wanted = False
         self._calls: list[Call] = []
         self._steps = Call()
+        self._deferred: list[Callable[[], None]] = []  # what was asked for in the middle of a step
 
     # -- whole batches -----------------------------------------------------------------------------------
 
@@ -156,7 +158,7 @@ class LLM:
         """
         call = Call()
         call.source = self._windows(pair_as_they_come(prompts, self._or_default(sampling_params)), call)
-        return self._serve(call)
+        return OutputStream(self._check_no_step, self._serve(call))
 
     def _windows(self, pairs: Iterable[tuple[Any, SamplingParams]], call: Call) -> Iterator[list[EngineSequence]]:
         """Reads the pairs window by window; what precedes a bad one still runs before its error is raised."""
@@ -200,9 +202,9 @@ class LLM:
 
     def add_request(self, prompt: PromptType, sampling_params: SamplingParams | None = None) -> str:
         """Queues one prompt for `step`; returns its request_id."""
-        with self._lock:
+        with self._between_steps() as deferred:
             (request,) = self._requests([(prompt, self._or_default(sampling_params))], 0, self._steps)
-            self.engine.scheduler.add(self.engine.prepare([request]))
+            deferred.append(partial(self.engine.scheduler.add, self.engine.prepare([request])))
             self._steps.pending[request.request_id] = request
             return request.request_id
 
@@ -221,22 +223,30 @@ class LLM:
 
     def abort_request(self, request_id: str) -> bool:
         """Drops an unfinished request of `add_request`; False if there is none of this id."""
-        with self._lock:
+        with self._between_steps() as deferred:
             request = self._steps.pending.pop(request_id, None)
             if request is not None:
-                self.engine.abort([request])
+                deferred.append(partial(self.engine.abort, [request]))
             return request is not None
+
+    @contextmanager
+    def _between_steps(self) -> Iterator[list[Callable[[], None]]]:
+        """What is put into the list is done at the end; in the middle of a step, which is not to be torn, after it."""
+        in_step = self._lock.is_mine
+        with self._lock:
+            yield self._deferred
+            if not in_step:
+                self._catch_up()
 
     # -- the loop ----------------------------------------------------------------------------------------
 
-    def _serve(self, call: Call) -> Iterator[RequestOutput]:
+    def _serve(self, call: Call) -> Generator[RequestOutput, None, None]:
         """Feeds and steps the engine until the call is done; yields its outputs as they finish."""
         self._check_open()
         with self._lock:
             self._calls.append(call)
         try:
             while call.unfinished:
-                self._check_no_step()
                 self._feed(call)
                 with self._lock:
                     if not call.finished:
@@ -248,10 +258,14 @@ class LLM:
             call.left = True
             if not self._lock.is_mine:  # a stream may be collected anywhere, even inside a step of this thread
                 with self._lock:
-                    self._drop_left()
+                    self._catch_up()
 
-    def _drop_left(self) -> None:
-        """Ends the calls whose callers have gone (the lock is held, no step runs)."""
+    def _catch_up(self) -> None:
+        """Does what waits for the end of a step, and ends the calls whose callers have gone (the lock is held)."""
+        while self._deferred:
+            act = self._deferred.pop(0)
+            if self.engine.dead is None:
+                act()
         for call in [call for call in self._calls if call.left]:
             self._calls.remove(call)
             if self.engine.dead is None:
@@ -274,7 +288,7 @@ class LLM:
 
     def _step(self, caller: Call) -> None:
         """One step for everybody, run by `caller` (the lock is held)."""
-        self._drop_left()
+        self._catch_up()
         if self._close_wanted:
             self.engine.close()
         if caller.error is not None:
@@ -283,11 +297,12 @@ class LLM:
             raise RuntimeError("a step that these requests shared with others has failed") from error
         try:
             for request in self.engine.step():
-                request.call.finished.append(make_output(request, self.inputs.tokenizer))
-                request.call.pending.pop(request.request_id, None)
+                if request.call.pending.pop(request.request_id, None) is not None:  # else it was aborted meanwhile
+                    request.call.finished.append(make_output(request, self.inputs.tokenizer))
                 request.sequences.clear()  # they refer to it: a circle, which is freed late
         except BaseException as error:
             self.engine.abort_all()  # there is nothing left, unless it was no step of the engine that has failed
+            self._deferred.clear()
             for call in (*self._calls, self._steps):
                 if call.pending and call is not caller:
                     call.error = error
@@ -296,6 +311,8 @@ class LLM:
 
     def _verify(self, params: Sequence[SamplingParams], first_index: int = 0) -> None:
         self._check_open()
+        if self.engine.unusable is not None:
+            raise RuntimeError(self.engine.unusable)
         first_use = {id(item): i for i, item in reversed([*enumerate(params)])}
         for i in sorted(first_use.values()):
             try:
@@ -322,9 +339,10 @@ class LLM:
 
     def reset_prefix_cache(self) -> bool:
         """Forgets all cached prefixes. False, and nothing changes, while requests are running."""
+        in_step = self._lock.is_mine
         with self._lock:
             self._check_open()
-            return self.engine.manager.reset()
+            return not in_step and self.engine.manager.reset()
 
     def save_prefix_cache(self) -> int:
         """Writes the cached prefixes to prefix_cache_file now, not only in `close`; returns the number of blocks."""

@@ -17,7 +17,7 @@ from llm_helpers import DEFAULTS, assert_idle, greedy
 
 from nanoapc import LLM, SamplingParams
 from nanoapc.batch_file import run_batch
-from nanoapc.batch_format import LEAST_LOGPROB, MAX_LINE_BYTES, SAMPLING, parse_line
+from nanoapc.batch_format import GROUP_BYTES, LEAST_LOGPROB, MAX_LINE_BYTES, SAMPLING, RequestReader, parse_line
 from nanoapc.batch_plan import MAX_MODELS
 
 GOOD = [completion("a"), chat("b"), completion("c", "the lazy dog", max_tokens=7)]
@@ -613,3 +613,16 @@ def test_the_digest_of_a_line_says_what_is_asked_not_how_it_is_written() -> None
 def test_read_results_is_strict(tmp_path: Path) -> None:
     with pytest.raises(AssertionError):
         read_results(write_lines(tmp_path / "x", [b"{}"], end=b""))
+
+
+def test_long_lines_are_read_a_few_at_a_time(llm: LLM) -> None:
+    taken: list[int] = []
+
+    def lines() -> Iterator[tuple[int, bytes]]:
+        for number in range(1, 20):
+            taken.append(number)
+            yield number, json.dumps(completion(f"line {number}", user="x" * (GROUP_BYTES // 3))).encode()
+
+    requests = RequestReader(llm.inputs, ["m"], seed=0).read(lines())
+    assert next(requests).error is None and taken == [1, 2, 3]
+    assert [line.number for line in requests] == list(range(2, 20))

@@ -848,10 +848,15 @@ class TestReentry:
         llm = make_llm()
         stream = llm.stream([random_ids(20), random_ids(21)], [greedy(1), greedy(30)])
         next(stream)
-        with monkeypatch.context() as patch:
-            after_call(patch, ModelRunner, "launch", 2, lambda: next(stream))
+
+        def refused() -> None:
             with pytest.raises(RuntimeError, match="is running in this thread"):
-                run(llm, self.PROMPTS, max_tokens=12)
+                next(stream)
+
+        with monkeypatch.context() as patch:
+            after_call(patch, ModelRunner, "launch", 2, refused)
+            assert token_ids(run(llm, self.PROMPTS, max_tokens=12))
+        assert [output.index for output in stream] == [1], "what was refused is there afterwards"
         assert token_ids(run(llm, self.PROMPTS)) == token_ids(run(cache_off, self.PROMPTS))
         assert_idle(llm)
 
@@ -872,22 +877,41 @@ class TestReentry:
             signal.signal(signal.SIGALRM, before)
         assert len(refusals) == 1
 
-    def test_what_runs_no_step_goes_on_working(
-        self, make_llm: MakeLLM, cache_off: LLM, monkeypatch: pytest.MonkeyPatch
+    @pytest.mark.parametrize(
+        ("owner", "name"),
+        [
+            (ModelRunner, "launch"),
+            (Scheduler, "add"),
+            (Scheduler, "_prune_rows"),
+            (Scheduler, "settle"),
+            (BlockManager, "match"),
+            (BlockManager, "admit"),
+            (BlockManager, "index_blocks"),
+            (BlockPool, "take"),
+            (FreeBlockQueue, "pop_left"),
+        ],
+        ids=lambda value: getattr(value, "__name__", value),
+    )
+    def test_what_runs_no_step_works_at_any_moment_and_tears_nothing(
+        self, owner: type, name: str, make_llm: MakeLLM, cache_off: LLM, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        llm, queued = make_llm(), []
+        llm = make_llm(max_num_seqs=3, num_kv_blocks=40)
+        queued = [llm.add_request(self.PROMPTS[i], greedy(30)) for i in range(2)]
 
         def use() -> None:
-            assert llm.metrics().computed_tokens > 0 and not llm.reset_prefix_cache()
-            llm.explain(random_ids(5))
-            queued.extend(llm.add_request(random_ids(5, seed), greedy(3)) for seed in range(2))
-            assert llm.abort_request(queued[0])
+            assert not llm.reset_prefix_cache()
+            llm.metrics()
+            llm.explain(self.PROMPTS[0])
+            queued.extend(llm.add_request(self.PROMPTS[i], greedy(3)) for i in range(2))
+            assert llm.abort_request(queued.pop(0)), "one that waits, is just admitted, or runs"
+            assert llm.abort_request(queued.pop())
 
         expected = token_ids(run(cache_off, self.PROMPTS, max_tokens=12))
-        after_call(monkeypatch, ModelRunner, "launch", 3, use)
+        calls = after_call(monkeypatch, owner, name, 1, use)
         assert token_ids(run(llm, self.PROMPTS, max_tokens=12)) == expected
-        (output,) = finish(llm)
-        assert output.request_id == queued[1]
+        assert calls
+        assert {output.request_id for output in finish(llm)} == set(queued) and len(queued) == 2
+        assert_idle(llm)
 
     def test_a_request_that_is_added_while_others_are_made_has_numbers_of_its_own(
         self, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch

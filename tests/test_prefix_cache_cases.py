@@ -361,6 +361,8 @@ class TestOtherContents:
             with pytest.raises(KeyboardInterrupt):
                 llm.load_weights(interrupted.items())
             assert llm.metrics().cached_blocks == 0
+            with pytest.raises(RuntimeError, match="call load_weights again"):
+                llm.add_request(prompt)  # it would be in the way of load_weights
             with pytest.raises(RuntimeError, match=r"were replaced only in part.*; call load_weights again"):
                 run(llm, [prompt])
             assert_idle(llm)

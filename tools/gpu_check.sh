@@ -21,6 +21,7 @@ OUT=${1:-benchmarks}
 export PYTHONPATH=. PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1
 LOGS=$(mktemp -d)
 trap 'rm -rf "$LOGS"' EXIT
+trap 'trap - INT TERM; kill 0' INT TERM  # what runs in the background, too
 
 # limited SECONDS COMMAND: stops it after so many seconds, or when the time for all is over
 limited() {
@@ -30,7 +31,7 @@ limited() {
         echo "no time is left for it"
         return 1
     fi
-    timeout -k 10 "$((left < most ? left : most))" "$@"
+    timeout --foreground -k 10 "$((left < most ? left : most))" "$@"
 }
 
 # Every memory access checked. Without torch's allocator each tensor is an allocation of its own: a read past its end is
@@ -48,7 +49,7 @@ sanitizer() {
 }
 
 names=()
-beside() {  # beside NAME COMMAND: in the background; `show` waits for it
+beside() {  # beside NAME COMMAND: in the background
     local name=$1
     shift
     names+=("$name")
@@ -70,7 +71,7 @@ main() {
     wait
     for name in "${names[@]}"; do
         echo "== $name"
-        tail -n 60 "$LOGS/$name"
+        cat "$LOGS/$name"
         [ "$(cat "$LOGS/$name.status")" = 0 ] || failed="$failed [$name]"
     done
     echo "== kernels at real sizes, and figures ($SECONDS s)"

@@ -205,7 +205,8 @@ def check_sampling(check: Check) -> None:
     check.close("logprobs", found, expected, 1e-5)
     check.expect("logprobs, rank", torch.equal(rank, true_rank))
     ranked, greedy = SamplingParams(top_k=20, top_p=0.9, min_p=1e-4, logprobs=3), SamplingParams(temperature=0)
-    sample = sampler_run(check, logits, positions, [ranked, greedy, SamplingParams(logit_bias={3: 1.0})])
+    penalised = SamplingParams(repetition_penalty=1.1, frequency_penalty=0.5)
+    sample = sampler_run(check, logits, positions, [ranked, greedy, SamplingParams(logit_bias={3: 1.0}), penalised])
     sample()
     if check.device == "cuda":
         torch.cuda.set_sync_debug_mode("error")  # what waits raises (`attempt` sets it back)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,6 +59,7 @@ class Report:
         try:
             part(self, *arguments)
         except Exception as error:
+            traceback.print_exc()
             self.expect(f"{part.__name__}: {type(error).__name__}: {error}", False)
             if self.dry:
                 raise

@@ -195,7 +195,7 @@ class MetricsFile:
         """Replaces the file. If that fails the run goes on: there is a warning, and another try when it is due."""
         self._written = time.monotonic()
         try:
-            with replace_file(self._path) as file:  # which is no *.prom before it is whole
+            with replace_file(self._path, sync=False) as file:  # which is no *.prom before it is whole
                 file.write(metrics.to_prometheus().encode())
         except OSError as error:
             logger.warning("the metrics file cannot be written: %s", error)

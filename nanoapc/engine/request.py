@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
 from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +34,21 @@ class Call:
     def unfinished(self) -> bool:
         """Whether anything is still to be submitted, run, fetched or raised."""
         return bool(self.source is not None or self.pending or self.finished or self.error is not None)
+
+
+class OutputStream:
+    """The outputs of `LLM.stream`; a `next` that `check` refuses leaves them as they are, to be fetched afterwards."""
+
+    def __init__(self, check: Callable[[], None], outputs: Generator[RequestOutput, None, None]):
+        self._check, self._outputs = check, outputs
+        self.close = outputs.close
+
+    def __iter__(self) -> Iterator[RequestOutput]:
+        return self
+
+    def __next__(self) -> RequestOutput:
+        self._check()
+        return next(self._outputs)
 
 
 @dataclass(eq=False)

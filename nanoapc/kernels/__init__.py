@@ -95,11 +95,11 @@ class Kernels(Protocol):
         ...
 
     def keep_top(self, x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-        """x [m, V] float32 -> the same with -inf outside the top_k [m] int64 (V is off) and top_p [m] float64 sets.
+        """x [m, V] float32 -> the same with -inf outside the top_k [m] int64 and top_p [m] float64 sets.
 
-        top_p (1 is off) works on the probabilities renormalised over what top_k left: an id is kept while those before
-        it have less than this share of the whole. Ties go to the lowest id. Masses are the integers of
-        `reference_sampling.fixed_weights`, so every device keeps the same set.
+        top_k is at least 1 (V is off). top_p (1 is off) works on the probabilities renormalised over what top_k left:
+        an id is kept while those before it have less than this share of the whole. Ties go to the lowest id. Masses are
+        the integers of `reference_sampling.fixed_weights`, so every device keeps the same set.
         """
         ...
 

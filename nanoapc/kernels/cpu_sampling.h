@@ -254,7 +254,9 @@ inline Cut cut_by_mass(const float* x, int64_t n, float greatest, double share, 
 
 // x [m, V] -> the same with -inf outside the top_k [m] (V is off) and top_p [m] (1 is off) sets.
 Tensor keep_top(const Tensor& x, const Tensor& top_k, const Tensor& top_p) {
-  TORCH_CHECK(x.is_contiguous() && x.dim() == 2 && x.scalar_type() == at::kFloat, "keep_top: float32 rows are needed");
+  TORCH_CHECK(x.is_contiguous() && x.dim() == 2 && x.scalar_type() == at::kFloat && top_k.is_contiguous() &&
+                  top_p.is_contiguous() && top_k.numel() == x.size(0) && top_p.numel() == x.size(0),
+              "keep_top: float32 rows are needed, and a top_k and a top_p for each");
   const int64_t n = x.size(1);
   Tensor kept = at::empty_like(x);
   const float* xp = x.const_data_ptr<float>();

