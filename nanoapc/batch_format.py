@@ -250,8 +250,9 @@ def _check_fields(body: Mapping[str, Any], url: str) -> None:
     """Refuses what is not supported, unless it asks for nothing, and what no other check looks at."""
     no_tools = () if body.get("tools") else ("none",)
     asks_nothing = {**ASKS_NOTHING, "tool_choice": ("auto", *no_tools), "best_of": (1, body.get("n"))}
+    known = FIELDS[url] | NO_EFFECT
     for name, value in body.items():
-        if name not in FIELDS[url] | NO_EFFECT and value not in asks_nothing.get(name, ()):
+        if name not in known and value not in asks_nothing.get(name, ()):
             raise LineError(f"the field {name}={_short(value)} is not supported; leave it out", name)
         if kind := TEMPLATE.get(name):
             _expect(isinstance(value, kind), name, value, f"a {kind.__name__}")

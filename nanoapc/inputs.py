@@ -171,7 +171,7 @@ class InputProcessor:
         return min(max(self.tokenizer.get_vocab().values()) + 1, self.vocab_size)
 
     def prompts(
-        self, raw: Sequence[PromptType], first_index: int = 0, progress: Callable[[int], object] = lambda n: None
+        self, raw: Iterable[PromptType], first_index: int = 0, progress: Callable[[int], object] = lambda n: None
     ) -> list[Prompt]:
         """Validates and tokenises; `first_index` is the index of raw[0] in error messages.
 
@@ -192,15 +192,14 @@ class InputProcessor:
         progress: Callable[[int], object],
     ) -> list[Prompt]:
         """The prompts of conversations, rendered and tokenised in groups as those of `prompts` are."""
-        done: list[Prompt] = []
-        for group in groups(many, TOKENIZER_GROUP):
-            first = len(done)
-            texts = [self.render_chat(c, f"conversation {i}", template, options) for i, c in enumerate(group, first)]
-            pairs = zip(texts, self.tokenize(texts, add_special_tokens=False), strict=True)
-            raw = [{"prompt": text, "prompt_token_ids": ids, "cache_salt": cache_salt} for text, ids in pairs]
-            done += self._group(raw, first)
-            progress(len(group))
-        return done
+
+        def rendered() -> Iterator[PromptType]:
+            for group in groups(enumerate(many), TOKENIZER_GROUP):
+                texts = [self.render_chat(messages, f"conversation {i}", template, options) for i, messages in group]
+                for text, ids in zip(texts, self.tokenize(texts, add_special_tokens=False), strict=True):
+                    yield {"prompt": text, "prompt_token_ids": ids, "cache_salt": cache_salt}
+
+        return self.prompts(rendered(), progress=progress)
 
     def _group(self, raw: Sequence[PromptType], first_index: int) -> list[Prompt]:
         parsed = [_parse(item, f"prompt {i}") for i, item in enumerate(raw, first_index)]

@@ -61,7 +61,6 @@ class LLM:
         self.inputs = self.engine.inputs
         self._lock = FairLock()
         weakref.finalize(self, _close, self.engine, self._lock)  # files are written, also without `close`
-        self._close_wanted = False
         self._calls: list[Call] = []
         self._steps = Call()
         self._deferred: list[Callable[[], None]] = []  # what was asked for in the middle of a step
@@ -289,8 +288,6 @@ class LLM:
     def _step(self, caller: Call) -> None:
         """One step for everybody, run by `caller` (the lock is held)."""
         self._catch_up()
-        if self._close_wanted:
-            self.engine.close()
         if caller.error is not None:
             error, caller.error = caller.error, None
             self._check_open()
@@ -301,8 +298,8 @@ class LLM:
                     request.call.finished.append(make_output(request, self.inputs.tokenizer))
                 request.sequences.clear()  # they refer to it: a circle, which is freed late
         except BaseException as error:
-            self.engine.abort_all()  # there is nothing left, unless it was no step of the engine that has failed
-            self._deferred.clear()
+            self._catch_up()
+            self.engine.abort_all()  # what was just added; all, if it was no step of the engine that has failed
             for call in (*self._calls, self._steps):
                 if call.pending and call is not caller:
                     call.error = error
@@ -310,9 +307,7 @@ class LLM:
             raise
 
     def _verify(self, params: Sequence[SamplingParams], first_index: int = 0) -> None:
-        self._check_open()
-        if self.engine.unusable is not None:
-            raise RuntimeError(self.engine.unusable)
+        self.engine.check_usable()
         first_use = {id(item): i for i, item in reversed([*enumerate(params)])}
         for i in sorted(first_use.values()):
             try:
@@ -390,8 +385,9 @@ class LLM:
         In the middle of a step (in a signal's handler) it takes effect after the step.
         """
         self._steps.pending.clear()
-        self._close_wanted = self._lock.is_mine
-        if not self._close_wanted:
+        if self._lock.is_mine:
+            self._deferred.append(self.engine.close)
+        else:
             _close(self.engine, self._lock)
 
     def _check_open(self) -> None:

@@ -8,10 +8,13 @@ What the observer checks stands at `StepLog`.
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -229,3 +232,13 @@ def script_tokens(llm: LLM, script: Sequence[int]) -> None:
 
     runner._sampling_rows = remember  # type: ignore[method-assign]
     runner.sampler.forward = forward  # type: ignore[method-assign]
+
+
+def load_script(path: Path) -> ModuleType:
+    """A file that lies in no package, as a module."""
+    spec = importlib.util.spec_from_file_location(f"script {path.stem}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module.__name__] = module  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module

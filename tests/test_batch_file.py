@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 from batch_helpers import answers, by_id, chat, completion, encode, read_results, run, write_lines
-from llm_helpers import DEFAULTS, assert_idle, memory_mib
+from llm_helpers import DEFAULTS, assert_idle, load_script, memory_mib
 
 from nanoapc import LLM
 from nanoapc.batch_file import BatchStopped, dry_run, run_batch
@@ -353,10 +353,7 @@ def test_results_are_synced_at_intervals_and_at_the_end(
 
 def test_the_example_shows_plan_run_and_continuation(capsys: pytest.CaptureFixture[str]) -> None:
     path = Path(__file__).parent.parent / "examples" / "batch_file.py"
-    specification = importlib.util.spec_from_file_location("batch_file_example", path)
-    module = importlib.util.module_from_spec(specification)  # type: ignore[arg-type]
-    specification.loader.exec_module(module)  # type: ignore[union-attr]
-    module.main(["--lines", "12"])
+    load_script(path).main(["--lines", "12"])
     text = capsys.readouterr().out
     assert "plan: 13 lines, 1 with errors" in text and "run: 12 of 13 lines answered, 1 failed" in text
     assert re.search(r"continued: 12 of 13 lines answered, 1 failed \(6 before this run\)", text)

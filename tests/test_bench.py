@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from llm_helpers import load_script
 
 BENCH = Path(__file__).parent.parent / "bench.py"
 SMALL = [
@@ -20,13 +19,7 @@ SMALL = [
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
-    spec = importlib.util.spec_from_file_location("bench", BENCH)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["bench"] = module  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["bench"]
+    return load_script(BENCH)
 
 
 def rows(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:

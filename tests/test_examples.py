@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import importlib.util
 import itertools
 import re
 from pathlib import Path
 
 import pytest
+from llm_helpers import load_script
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def lesson(name: str, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     """Runs examples/<name>.py in this process; returns what it printed."""
-    specification = importlib.util.spec_from_file_location(f"lesson_{name}", EXAMPLES / f"{name}.py")
-    assert specification is not None and specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    module.main(list(arguments))
+    load_script(EXAMPLES / f"{name}.py").main(list(arguments))
     return capsys.readouterr().out
 
 

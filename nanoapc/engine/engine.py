@@ -207,10 +207,14 @@ class Engine:
         """Drops everything that waits or runs."""
         self.scheduler.abort([*self.scheduler.running, *self.scheduler.waiting])
 
-    def step(self) -> list[Request]:
-        """Runs one step; returns the requests that it has finished. Nothing waits or runs: an empty list."""
+    def check_usable(self) -> None:
+        """RuntimeError if no step can run, now or at all."""
         if (reason := self.dead or self.unusable) is not None:
             raise RuntimeError(reason)
+
+    def step(self) -> list[Request]:
+        """Runs one step; returns the requests that it has finished. Nothing waits or runs: an empty list."""
+        self.check_usable()
         self._in_step = True
         try:
             with self._current_device():

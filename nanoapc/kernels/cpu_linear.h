@@ -15,13 +15,9 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
-
 #include "cpu_matrix.h"
 
 namespace nanoapc {
-
-using at::Tensor;
 
 template <typename T> struct Plain {
   static constexpr int64_t WIDTH = 2 * LANES;  // outputs of a panel

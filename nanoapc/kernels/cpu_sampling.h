@@ -5,12 +5,12 @@
 
 #pragma once
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 
 #include <cmath>
 #include <functional>
+#include <numeric>
 #include <tuple>
 #include <vector>
 
@@ -18,23 +18,23 @@
 
 namespace nanoapc {
 
-using at::Tensor;
-
-template <typename F> void for_dtype(const Tensor& x, const F& f) {
-  if (x.scalar_type() == at::kFloat) return f(float{});
-  if (x.scalar_type() == at::kBFloat16) return f(c10::BFloat16{});
-  if (x.scalar_type() == at::kHalf) return f(c10::Half{});
-  TORCH_CHECK(false, "the CPU kernels take float32, bfloat16 or float16, not ", x.scalar_type());
-}
-
-// Calls f(row) for each row, on several threads once there is enough to do.
-template <typename F> void for_rows(int64_t num_rows, int64_t row_size, const F& f) {
-  at::parallel_for(0, num_rows, std::max<int64_t>(1, (1 << 14) / row_size), [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) f(i);
-  });
-}
-
 // ---- the greatest ----
+
+// The greatest of n values, lane by lane; is_nan: of these and what came before.
+template <typename T> inline f32x16 greatest_lanes(const T* x, int64_t n, i32x16& is_nan) {
+  f32x16 greatest = broadcast(-INFINITY);
+  for (int64_t i = 0; i < n; i += LANES) {
+    const i32x16 inside = lane_numbers() < int32_t(std::min<int64_t>(n - i, LANES));
+    const f32x16 v = inside ? load_some(x + i, n - i) : broadcast(-INFINITY);
+    greatest = max(v, greatest), is_nan |= v != v;
+  }
+  return greatest;
+}
+inline float unless_nan(float greatest, i32x16 is_nan) {
+  for (int i = 0; i < LANES; ++i)
+    if (is_nan[i]) return NAN;
+  return greatest;
+}
 
 // The greatest of each row (NaN if one is NaN), and the first id that has it.
 std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
@@ -53,17 +53,11 @@ std::tuple<Tensor, Tensor> argmax(const Tensor& logits) {
       int64_t piece = 0;  // the first that has the best
       i32x16 is_nan{};
       for (int64_t first = 0; first < num_ids; first += BLOCK) {
-        f32x16 largest = broadcast(-INFINITY);
-        for (int64_t i = first; i < std::min(num_ids, first + BLOCK); i += LANES) {
-          const f32x16 v = lane_numbers() < int32_t(std::min<int64_t>(num_ids - i, LANES))
-                               ? load_some(logit + i, num_ids - i) : broadcast(-INFINITY);
-          largest = max(v, largest), is_nan |= v != v;
-        }
-        if (const float highest = max_lanes(largest); highest > best) best = highest, piece = first;
+        const float highest = max_lanes(greatest_lanes(logit + first, std::min<int64_t>(BLOCK, num_ids - first), is_nan));
+        if (highest > best) best = highest, piece = first;
       }
       while (best > -INFINITY && static_cast<float>(logit[piece]) != best) ++piece;
-      id[row] = piece, peak[row] = best;
-      for (int i = 0; i < LANES; ++i) peak[row] = is_nan[i] ? NAN : peak[row];
+      id[row] = piece, peak[row] = unless_nan(best, is_nan);
     });
   });
   return {peaks, ids};
@@ -183,39 +177,31 @@ inline std::vector<float> values_in(const float* x, int64_t n, float greatest, i
   return values;
 }
 
-// NaN if one is NaN.
-inline float greatest_of(const float* x, int64_t n) {
-  f32x16 most = broadcast(-INFINITY);
-  i32x16 is_nan{};
-  for (int64_t i = 0; i < n; i += LANES) {
-    const i32x16 inside = lane_numbers() < int32_t(std::min<int64_t>(n - i, LANES));
-    const f32x16 v = inside ? load_some(x + i, n - i) : broadcast(-INFINITY);
-    most = max(v, most), is_nan |= v != v;
-  }
-  for (int i = 0; i < LANES; ++i)
-    if (is_nan[i]) return NAN;
-  return max_lanes(most);
+// The bin in which the goal is reached; the goal becomes what is left of it there.
+inline int find_bin(const int64_t* bins, int64_t& goal) {
+  int bin = 0;
+  for (; bins[bin] < goal; ++bin) goal -= bins[bin];
+  return bin;
 }
 
 // Keeps k of the row's n values.
 inline Cut cut_by_count(const float* x, int64_t n, float greatest, int64_t k) {
   int64_t counts[NUM_BINS] = {};
   for (int64_t i = 0; i < n; ++i) ++counts[bin_of(x[i], greatest)];
-  int bin = 0;
-  for (; counts[bin] < k; ++bin) k -= counts[bin];
-  std::vector<float> values = values_in(x, n, greatest, bin);
+  std::vector<float> values = values_in(x, n, greatest, find_bin(counts, k));
   std::nth_element(values.begin(), values.begin() + (k - 1), values.end(), std::greater<>());
   const float value = values[k - 1];
   return {value, k - std::count_if(values.begin(), values.end(), [&](float v) { return v > value; })};
 }
 
-// Keeps values, which become sorted, until their mass reaches the goal.
-inline Cut cut_sorted(std::vector<float>& values, float greatest, int64_t goal) {
+// Keeps values, which become sorted, until their mass reaches goal(mass of all of them).
+template <typename Goal> inline Cut cut_sorted(std::vector<float>& values, float greatest, const Goal& goal) {
   std::sort(values.begin(), values.end(), std::greater<>());
   std::vector<int64_t> weights(values.size());
   weigh(values.data(), values.size(), greatest, weights.data());
+  const int64_t enough = goal(std::accumulate(weights.begin(), weights.end(), int64_t(0)));
   size_t end = 0, tied = 0;  // values before `end` are kept, those from `tied` on equal the last one
-  for (int64_t mass = 0; mass < goal && end < values.size(); mass += weights[end++])
+  for (int64_t mass = 0; mass < enough && end < values.size(); mass += weights[end++])
     if (values[end] != values[tied]) tied = end;
   return {values[tied], int64_t(end - tied)};
 }
@@ -226,18 +212,15 @@ inline int64_t share_of(int64_t mass, double share) {
 
 // Keeps the likeliest of the row's n values, which together have `share` of the mass.
 inline Cut cut_by_mass(const float* x, int64_t n, float greatest, double share) {
-  int64_t masses[NUM_BINS] = {}, weights[BLOCK], total = 0;
+  int64_t masses[NUM_BINS] = {}, weights[BLOCK];
   for (int64_t first = 0; first < n; first += BLOCK) {
     const int64_t count = std::min<int64_t>(BLOCK, n - first);
     weigh(x + first, count, greatest, weights);
     for (int64_t i = 0; i < count; ++i) masses[bin_of(x[first + i], greatest)] += weights[i];
   }
-  for (int64_t mass : masses) total += mass;
-  int64_t goal = share_of(total, share);
-  int bin = 0;
-  for (; masses[bin] < goal; ++bin) goal -= masses[bin];
-  std::vector<float> values = values_in(x, n, greatest, bin);
-  return cut_sorted(values, greatest, goal);
+  int64_t goal = share_of(std::accumulate(masses, masses + NUM_BINS, int64_t(0)), share);
+  std::vector<float> values = values_in(x, n, greatest, find_bin(masses, goal));
+  return cut_sorted(values, greatest, [&](int64_t) { return goal; });
 }
 
 // The same of those that a cut has left.
@@ -245,11 +228,7 @@ inline Cut cut_by_mass(const float* x, int64_t n, float greatest, double share, 
   std::vector<float> values(cut.num_tied, cut.value);
   for (int64_t i = 0; i < n; ++i)
     if (x[i] > cut.value) values.push_back(x[i]);
-  std::vector<int64_t> weights(values.size());
-  weigh(values.data(), values.size(), greatest, weights.data());
-  int64_t total = 0;
-  for (int64_t weight : weights) total += weight;
-  return cut_sorted(values, greatest, share_of(total, share));
+  return cut_sorted(values, greatest, [&](int64_t mass) { return share_of(mass, share); });
 }
 
 // x [m, V] -> the same with -inf outside the top_k [m] (V is off) and top_p [m] (1 is off) sets.
@@ -266,7 +245,9 @@ Tensor keep_top(const Tensor& x, const Tensor& top_k, const Tensor& top_p) {
   for_rows(x.size(0), n, [&](int64_t row) {
     const float* from = xp + row * n;
     float* to = out + row * n;
-    const float greatest = greatest_of(from, n);
+    i32x16 is_nan{};
+    const f32x16 lanes = greatest_lanes(from, n, is_nan);
+    const float greatest = unless_nan(max_lanes(lanes), is_nan);
     const bool counts = k[row] < n, weighs = p[row] < 1;
     if (!(counts || weighs) || !std::isfinite(greatest)) {
       std::copy(from, from + n, to);

@@ -1,9 +1,10 @@
-// Vectors of 16 floats, whatever the machine has to hold them: loads, stores, elementary functions; threads; scratch
-// memory.
+// Vectors of 16 floats, whatever the machine has to hold them: loads, stores, elementary functions; dtypes; threads;
+// scratch memory.
 
 #pragma once
 
 #include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
@@ -20,6 +21,8 @@
 #endif
 
 namespace nanoapc {
+
+using at::Tensor;
 
 constexpr int LANES = 16;              // floats of a vector, columns of a column tile, rows of a group
 constexpr int BLOCK = LANES * LANES;   // floats of a square of them
@@ -184,7 +187,21 @@ inline void transpose(const float* in, float* out, int64_t out_stride, int64_t n
 #endif
 }
 
-// ---- threads and scratch memory ----
+// ---- dtypes, threads and scratch memory ----
+
+template <typename F> void for_dtype(const Tensor& x, const F& f) {
+  if (x.scalar_type() == at::kFloat) return f(float{});
+  if (x.scalar_type() == at::kBFloat16) return f(c10::BFloat16{});
+  if (x.scalar_type() == at::kHalf) return f(c10::Half{});
+  TORCH_CHECK(false, "the CPU kernels take float32, bfloat16 or float16, not ", x.scalar_type());
+}
+
+// Calls f(row) for each row, on several threads once there is enough to do.
+template <typename F> void for_rows(int64_t num_rows, int64_t row_size, const F& f) {
+  at::parallel_for(0, num_rows, std::max<int64_t>(1, (1 << 14) / row_size), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) f(i);
+  });
+}
 
 // Hands out [0, n) to torch's threads, `grain` at a time to whoever is free. work(take) runs once in each thread and
 // calls take(item), which calls item(i, next) for each i that the thread gets; next: what it gets after it, or -1.
