@@ -384,13 +384,13 @@ def host_loop(
     from nanoapc.engine.block_manager import BlockManager
     from nanoapc.engine.prefix_order import prefix_order
     from nanoapc.engine.scheduler import Scheduler
-    from nanoapc.engine.sequence import Sequence
+    from nanoapc.engine.sequence import Sequence, SequenceTable
     from nanoapc.engine.step_batch import StepBatch
     from nanoapc.sampling_params import SamplingParams
 
     rng = np.random.default_rng(0)
     manager = BlockManager(200_000, 16, BlockHasher("xxhash", seed="0"))
-    scheduler = Scheduler(manager, num_seqs, 1 << 20, 8192)
+    scheduler = Scheduler(manager, SequenceTable(num_seqs, 8192, manager.block_size), 1 << 20)
     planner = AttentionPlanner(16)
     shared = rng.integers(0, 30000, shared_len)
     params = SamplingParams(temperature=0, max_tokens=num_steps, ignore_eos=True)

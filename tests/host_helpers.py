@@ -23,7 +23,7 @@ from nanoapc.engine.block_manager import BlockManager
 from nanoapc.engine.block_pool import Block
 from nanoapc.engine.prefix_order import prefix_order
 from nanoapc.engine.scheduler import Scheduler
-from nanoapc.engine.sequence import Sequence
+from nanoapc.engine.sequence import Sequence, SequenceTable
 from nanoapc.engine.step_batch import StepBatch
 from nanoapc.sampling_params import SamplingParams
 
@@ -162,7 +162,8 @@ class NullEngine:
         hasher = ConstantHasher("xxhash") if constant_hash else BlockHasher("xxhash")
         self.manager = BlockManager(num_blocks, block_size, hasher, enable_caching)
         self.pool = self.manager.pool
-        self.scheduler = Scheduler(self.manager, max_num_seqs, max_num_batched_tokens, max_model_len, eos)
+        table = SequenceTable(max_num_seqs, max_model_len, block_size)
+        self.scheduler = Scheduler(self.manager, table, max_num_batched_tokens, eos)
         self.policy = policy
         self.stats = self.scheduler.stats
         self.model = NullModel(num_blocks, block_size, vocab_size)
@@ -264,7 +265,7 @@ class NullEngine:
         running = set(scheduler.running)
         self._admitted = {seq: n for seq, n in self._admitted.items() if seq in running}
         assert 0 < batch.num_tokens <= scheduler.max_num_batched_tokens
-        assert len(running) <= scheduler.max_num_seqs
+        assert len(running) <= scheduler.table.num_rows
         for seq in scheduler.running:
             if seq not in self._admitted:
                 self._admitted[seq] = int(table.num_tokens[seq.row])

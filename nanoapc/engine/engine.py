@@ -100,7 +100,7 @@ class Engine:
         # What cannot fit is refused before weights are read.
         if self.device.type == "cpu":
             count_blocks(config, model_config, max_model_len, None)
-        SequenceTable(config.max_num_seqs, max_model_len, config.block_size)
+        table = SequenceTable(config.max_num_seqs, max_model_len, config.block_size)
         kernels = select_kernels(self.device, config.deterministic)
         self._digest = WeightsDigest() if config.prefix_cache_file else None
         model = load_model(
@@ -122,10 +122,10 @@ class Engine:
         hasher = BlockHasher(config.prefix_caching_hash_algo)
         self.events = self._make_events(directory, num_blocks) if config.trace or log_events else None
         self.manager = BlockManager(num_blocks, config.block_size, hasher, config.enable_prefix_caching, self.events)
-        self.scheduler = Scheduler(self.manager, config.max_num_seqs, budget, max_model_len, self.eos_token_ids)
+        self.scheduler = Scheduler(self.manager, table, budget, self.eos_token_ids)
         self.store = self._open_store(config.prefix_cache_file) if config.prefix_cache_file else None
         if on_cuda and not config.enforce_eager and isinstance(kernels, FixedWorkKernels):
-            self.runner.capture_graphs(CudaBackend(), self.scheduler.table.block_table.shape[1])
+            self.runner.capture_graphs(CudaBackend(), table.block_table.shape[1])
         # A line of a trace is a step: its events must not mix with those of the next.
         wanted = on_cuda if config.async_scheduling is None else config.async_scheduling
         self.overlap = wanted and self.events is None

@@ -46,22 +46,21 @@ class Scheduler:
 
     Args:
         manager: the blocks.
-        max_num_seqs, max_num_batched_tokens, max_model_len: see EngineConfig.
+        table: its rows are the sequences that may run at once.
+        max_num_batched_tokens: the token budget of a step.
         eos_token_ids: the model's end-of-text ids.
     """
 
     def __init__(
         self,
         manager: BlockManager,
-        max_num_seqs: int,
+        table: SequenceTable,
         max_num_batched_tokens: int,
-        max_model_len: int,
         eos_token_ids: Iterable[int] = (),
     ):
         self.manager = manager
-        self.max_num_seqs = max_num_seqs
+        self.table = table
         self.max_num_batched_tokens = max_num_batched_tokens
-        self.table = SequenceTable(max_num_seqs, max_model_len, manager.block_size)
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in the order of admission
         self.stats = PrefixCacheStats()
@@ -231,7 +230,7 @@ class Scheduler:
         copies: list[tuple[int, int, int]] = []
         if not self.waiting or self.manager.num_free_blocks == self._blocked_at:
             return copies
-        while self.waiting and budget > 0 and len(self.running) < self.max_num_seqs:
+        while self.waiting and budget > 0 and len(self.running) < self.table.num_rows:
             seq = self.waiting[0]
             match = self._fitting_match(seq)
             if match is None:

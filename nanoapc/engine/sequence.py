@@ -119,6 +119,7 @@ class SequenceTable:
     NEVER = 2**62
 
     def __init__(self, num_rows: int, max_model_len: int, block_size: int):
+        self.num_rows = num_rows
         max_blocks = -(-max_model_len // block_size) + 1
         try:  # np.zeros: pages that nobody touches cost nothing
             self.tokens = np.zeros((num_rows, max_model_len + 1), np.int32)
