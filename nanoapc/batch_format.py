@@ -15,12 +15,12 @@ import json
 import os
 import re
 import time
+from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from hashlib import blake2b
-from itertools import accumulate
 from typing import Any
 
 from nanoapc.engine.detokenizer import REPLACEMENT, partial_bytes
@@ -34,6 +34,7 @@ GROUP_LINES, GROUP_BYTES = 256, 4 * 2**20
 """Lines that are tokenised together, at most: so many, or one more than has so many bytes."""
 MOST = {"n": 128, "logprobs": 20}
 """OpenAI's limits: no line shall take the whole engine."""
+MAX_CHARACTER_BYTES = 4
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
 LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
@@ -352,8 +353,27 @@ def _logprobs(output: CompletionOutput, line: RequestLine, tokenizer: Any) -> di
         "tokens": [own["token"] for own in chosen],
         "token_logprobs": [own["logprob"] for own in chosen],
         "top_logprobs": [_by_text([token(*entry) for entry in entries]) for entries in best],
-        "text_offset": [0, *accumulate(len(own["token"]) for own in chosen)][:-1],
+        "text_offset": _offsets(output.text, chosen),
     }
+
+
+def _offsets(text: str, tokens: Iterable[Mapping[str, Any]]) -> list[int]:
+    """Where each token begins in the text. Parts of a character begin where it does; what is not in the text (a special
+    token, a stop string) takes no place."""
+    decoder, offsets, end = getincrementaldecoder("utf-8")("replace"), list[int](), 0
+
+    def pass_by(data: bytes, final: bool) -> int:
+        piece = decoder.decode(data, final)
+        found = text.find(piece, end, end + len(piece) + MAX_CHARACTER_BYTES)
+        return end if found < 0 else found + len(piece)
+
+    for token in tokens:
+        data = bytes(token["bytes"] or token["token"].encode())
+        if not data or data[0] & 0xC0 != 0x80:  # not the next part of a character: one that is open stays a torso
+            end = pass_by(b"", True)
+        offsets.append(end)
+        end = pass_by(data, False)
+    return offsets
 
 
 def _by_text(tokens: Iterable[Mapping[str, Any]]) -> dict[str, float]:

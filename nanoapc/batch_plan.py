@@ -36,7 +36,8 @@ PREFIX_FIELDS = ("cache_salt", "chat_template", "chat_template_kwargs", "tools",
 MAX_MODELS = 100
 TABLES = """
 CREATE TABLE line (
-    number INTEGER PRIMARY KEY, offset INTEGER, length INTEGER, id BLOB, digest TEXT, prefix BLOB, done INTEGER
+    number INTEGER PRIMARY KEY, offset INTEGER, length INTEGER, checksum INTEGER, id BLOB, digest TEXT, prefix BLOB,
+    done INTEGER
 );
 CREATE TABLE waiting (number INTEGER PRIMARY KEY, result BLOB, failed INTEGER);
 """
@@ -57,7 +58,7 @@ class BatchPlan:
         self.models: set[str | None] = set()  # None: a line that names none, or more models than are kept
         size = os.fstat(self._file.fileno()).st_size
         with tqdm(total=size, desc="Reading", unit="B", unit_scale=True, disable=quiet, leave=False) as bar:
-            self._database.executemany("INSERT INTO line VALUES (?, ?, ?, ?, ?, ?, 0)", self._rows(bar.update))
+            self._database.executemany("INSERT INTO line VALUES (?, ?, ?, ?, ?, ?, ?, 0)", self._rows(bar.update))
         self._database.execute("CREATE INDEX by_id ON line (id)")
         self.total: int = self._database.execute("SELECT count(*) FROM line").fetchone()[0]
         self.num_left = self.total
@@ -81,7 +82,8 @@ class BatchPlan:
                     model = line.body.get("model")
                     self.models.add(model if isinstance(model, str) and len(self.models) < MAX_MODELS else None)
                 key = prefix_key(line.url, *(line.body.get(name) for name in PREFIX_FIELDS))
-                yield number, start, len(data), line_id(line.custom_id, line.digest), line.digest, key
+                identity = line_id(line.custom_id, line.digest)
+                yield number, start, len(data), zlib.crc32(data), identity, line.digest, key
 
     def mark_done(self, custom_id: str | None, digest: str) -> bool | None:
         """Says that a line has its result. True; False if it now asks for something else; None if no line lacks it."""
@@ -103,9 +105,12 @@ class BatchPlan:
         return self._read(f"WHERE NOT done ORDER BY {f'number / {ORDERED_WINDOW},' if ordered else ''} prefix, number")
 
     def _read(self, condition: str, *values: int) -> Iterator[tuple[int, bytes]]:
-        rows = self._database.execute(f"SELECT number, offset, length FROM line {condition}", values)
-        for number, offset, length in rows:
-            yield number, os.pread(self._file.fileno(), length, offset)
+        rows = self._database.execute(f"SELECT number, offset, length, checksum FROM line {condition}", values)
+        for number, offset, length, checksum in rows:
+            data = os.pread(self._file.fileno(), length, offset)
+            if zlib.crc32(data) != checksum:
+                raise ValueError(f"{self.path} was changed while the run read it (line {number})")
+            yield number, data
 
     def in_input_order(self, write: Callable[[int, bytes, bool], None]) -> Callable[[int, bytes, bool], None]:
         """A function that takes (number, result, failed) in any order and gives them to `write` in input order."""

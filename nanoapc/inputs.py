@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, TypedDict
 import numpy as np
 
 from nanoapc.engine.block_hash import encode_extra_keys
+from nanoapc.engine.detokenizer import TokenText
 from nanoapc.sampling_params import SamplingParams, check_unicode
 
 
@@ -160,6 +161,11 @@ class InputProcessor:
         self.max_model_len = max_model_len
 
     @cached_property
+    def token_text(self) -> TokenText | None:
+        """Token id -> its text in the middle of a text; None without a tokenizer."""
+        return None if self.tokenizer is None else TokenText(self.tokenizer)
+
+    @cached_property
     def num_valid_ids(self) -> int:
         """Token ids below it can be emitted: those of the vocabulary up to the greatest that the tokenizer knows.
 
@@ -247,12 +253,23 @@ class InputProcessor:
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer, but this LLM has none (skip_tokenizer_init=True)")
         plain = _plain_messages(messages, name)
+        self._check_template(template, options.get("tools"), name)
         try:
             text = self.tokenizer.apply_chat_template(plain, chat_template=template, tokenize=False, **options)
         except Exception as error:  # templates raise errors of their own kinds
             raise ValueError(f"the chat template does not take {name}: {error}") from error
         check_unicode(text, name)
         return text
+
+    def _check_template(self, template: Any, tools: Any, name: str) -> None:
+        """ValueError for what transformers would take for a template without tags, and for tools that none shows."""
+        named = self.tokenizer.chat_template if isinstance(self.tokenizer.chat_template, dict) else {}
+        is_template = isinstance(template, str) and ("{" in template or template in named)
+        if template is not None and not is_template:
+            raise ValueError(f"chat_template={template!r} is no template; if it is a file, pass what it holds")
+        used = named.get(template, template) or self.tokenizer.chat_template
+        if tools and isinstance(used, str) and "tools" not in used:
+            raise ValueError(f"the chat template shows no tools, but {name} has some; pass a chat_template that does")
 
 
 def as_conversations(messages: Any) -> list[Any]:
@@ -313,7 +330,8 @@ def _parse(prompt: PromptType, name: str) -> tuple[Any, str | None, bytes]:
             raise ValueError(f"{name} is {prompt!r}; it must be a text, a list of token ids or a dict")
         return prompt, None, b""
     for key, value in prompt.items():
-        if key not in KNOWN_KEYS and not (key in NO_EFFECT and value is None):
+        is_nothing = value is None or (isinstance(value, Mapping) and not value)
+        if key not in KNOWN_KEYS and not (key in NO_EFFECT and is_nothing):
             raise ValueError(f"{name} has {key!r}, which is not supported; known: {', '.join(sorted(KNOWN_KEYS))}")
     text, token_ids, salt = (prompt.get(key) for key in ("prompt", "prompt_token_ids", "cache_salt"))
     if text is None and token_ids is None:

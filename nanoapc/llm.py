@@ -120,7 +120,7 @@ class LLM:
     def _run_all(
         self, raw: list[Any], tokenize: Callable[..., list[Prompt]], params: Any, use_tqdm: Any, lora: None
     ) -> list[RequestOutput]:
-        if lora is not None:
+        if lora is not None and not (isinstance(lora, list) and not any(lora)):
             raise ValueError(f"lora_request={lora!r}: LoRA adapters are not supported; merge it into the weights")
         self._check_no_step()
         params = pair_params(raw, self._or_default(params))
@@ -295,7 +295,7 @@ class LLM:
         try:
             for request in self.engine.step():
                 if request.call.pending.pop(request.request_id, None) is not None:  # else it was aborted meanwhile
-                    request.call.finished.append(make_output(request, self.inputs.tokenizer))
+                    request.call.finished.append(make_output(request, self.inputs))
                 request.sequences.clear()  # they refer to it: a circle, which is freed late
         except BaseException as error:
             self._catch_up()

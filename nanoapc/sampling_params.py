@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields, replace
 from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any, Protocol
@@ -22,6 +22,11 @@ MAX_NUMBER = 1e30
 """Of any parameter: in float32, logits with a bias stay finite when penalties act on them."""
 MAX_N = 2**14
 """Outputs per prompt: as in vLLM, so that a mistyped number is an error and not a full memory."""
+UNSUPPORTED = (
+    *("best_of", "extra_args", "guided_decoding", "logits_processors", "structured_outputs"),
+    "truncate_prompt_tokens",
+)
+"""Parameters of vLLM that may be None and nothing else."""
 
 
 class Encoder(Protocol):
@@ -65,9 +70,21 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None  # if given, only these ids are generated
     skip_reading_prefix_cache: bool | None = None  # compute the prompt anew; None: iff prompt_logprobs
 
-    def __post_init__(self) -> None:
+    # See UNSUPPORTED.
+    best_of: InitVar[None] = None
+    extra_args: InitVar[None] = None
+    guided_decoding: InitVar[None] = None
+    logits_processors: InitVar[None] = None
+    structured_outputs: InitVar[None] = None
+    truncate_prompt_tokens: InitVar[None] = None
+
+    def __post_init__(self, *unsupported: Any) -> None:
+        for name, value in zip(UNSUPPORTED, unsupported, strict=True):
+            if value is not None:
+                raise _error(name, value, "None, because it is not supported")
         for item in fields(self):
             value = getattr(self, item.name)
+            value = 1 if value is True and item.name in ("logprobs", "prompt_logprobs") else value  # as in vLLM
             kind = str(item.type).removesuffix(" | None")
             if value is not None or kind == item.type:
                 self._set(item.name, CHECKS[kind](item.name, value))
@@ -90,8 +107,8 @@ class SamplingParams:
         """Takes a value that passes the constructor's checks, alone and beside the others."""
         if name in vars(self):
             vars(self).update(vars(replace(self, **{name: value})))
-        elif name in self.__dataclass_fields__:  # the constructor is at work, and checks all of them at its end
-            self._set(name, value)
+        elif name in self.__dataclass_fields__ and name not in UNSUPPORTED:
+            self._set(name, value)  # the constructor is at work, and checks all of them at its end
         else:
             raise AttributeError(f"SamplingParams has no parameter {name!r}")
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoapc.engine.events import FORMAT
+from nanoapc.models.checkpoint import load_tokenizer, resolve_model
 
 TEMPLATE = Path(__file__).with_name("trace_page.html")
 COLUMNS = ("step", "t", "s", "tiles", "shared", "read", "unshared", "run")
@@ -117,10 +118,8 @@ def run(args: argparse.Namespace) -> int:
 def _decoder(tokenizer: str | None) -> Callable[[list[int]], str] | None:
     if tokenizer is None:
         return None
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(tokenizer).decode
+        return load_tokenizer(str(resolve_model(tokenizer))).decode
     except Exception as error:  # transformers raises many kinds
         print(f"nanoapc trace: no text, only token ids: {str(error).splitlines()[0]}", file=sys.stderr)
         return None

@@ -102,6 +102,7 @@ NOTHING = {
     "config_format": "hf",
     "tokenizer_mode": "hf",
     "hf_token": True,
+    **dict.fromkeys(("revision", "tokenizer_revision", "code_revision"), "main"),
 }
 """A value of theirs that asks for nothing, beside None, False, 0, "auto" and what is empty."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import json
 import signal
 import subprocess
 import sys
@@ -25,8 +26,10 @@ import torch
 from conftest import MakeLLM
 from huggingface_hub.errors import LocalEntryNotFoundError
 from llm_helpers import DEFAULTS, assert_idle, cached, greedy, hf_greedy, observe, run, token_ids
+from test_detokenizer import byte_fallback, byte_level
 from test_models import edit_json
 from tiny_models import FAMILIES, make_tiny_model, random_ids, tiny_tokenizer
+from tokenizers import Tokenizer
 from tqdm import tqdm
 from transformers import PreTrainedModel
 
@@ -37,6 +40,7 @@ from nanoapc.engine.model_runner import ModelRunner
 from nanoapc.engine.request import Request, make_sequences
 from nanoapc.engine.scheduler import Scheduler
 from nanoapc.engine.sequence import Sequence, SequenceTable
+from nanoapc.models.checkpoint import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "What jumps over the lazy dog?"}]
 
@@ -103,7 +107,7 @@ class TestPrompts:
             {"prompt_token_ids": np.array(ids, np.uint16), "cache_salt": "a"},
             {"prompt": "shown only", "prompt_token_ids": ids, "cache_salt": None},
             {"prompt_token_ids": ids, "multi_modal_data": None, "mm_processor_kwargs": None, "prompt_embeds": None},
-            {"prompt": text, "multi_modal_uuids": None, "token_type_ids": None},
+            {"prompt": text, "multi_modal_uuids": None, "multi_modal_data": {}, "token_type_ids": None},
         ]
         outputs = run(llm, kinds)
         assert len({tuple(ids) for ids in token_ids(outputs)}) == 1
@@ -136,7 +140,7 @@ class TestPrompts:
                 "prompt 1 has 'promt_token_ids', which is not supported; known:",
             ),
             (
-                {"prompt": "a", "multi_modal_data": {}},
+                {"prompt": "a", "multi_modal_data": {"image": 5}},
                 "prompt 1 has 'multi_modal_data', which is not supported; known:",
             ),
             ({"prompt_embeds": None}, "prompt 1 has neither 'prompt' nor 'prompt_token_ids'"),
@@ -282,6 +286,21 @@ class TestConstruction:
         tiny_tokenizer().save_pretrained(tmp_path / "elsewhere")
         llm = make_llm(tmp_path, tokenizer=str(tmp_path / "elsewhere"))
         assert run(llm, ["the dog"])[0].prompt_token_ids == tiny_tokenizer()("the dog")["input_ids"]
+
+    @pytest.mark.parametrize("label", ["LlamaTokenizer", "LlamaTokenizerFast", "Qwen2Tokenizer", None])
+    @pytest.mark.parametrize("make", [byte_level, byte_fallback])
+    @pytest.mark.parametrize("family", ["llama", "qwen2"])
+    def test_what_tokenizer_json_says_runs_whatever_class_it_is_labelled_with(
+        self, label: str | None, make: Any, family: str, tmp_path: Path
+    ) -> None:
+        make().save_pretrained(tmp_path)
+        edit_json(tmp_path / "tokenizer_config.json", **({"tokenizer_class": label} if label else {}))
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
+        tokenizer, plain = load_tokenizer(str(tmp_path)), Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        for text in ("hello world", "  hello", "It ends</s>It begins", "In 2024.", "cafe\u0301", " "):
+            ids = plain.encode(text).ids
+            assert tokenizer(text)["input_ids"] == ids
+            assert tokenizer.decode(ids, skip_special_tokens=True) == plain.decode(ids)
 
     def test_code_in_a_model_directory_is_not_run(self, tmp_path: Path, make_llm: MakeLLM) -> None:
         make_tiny_model(tmp_path)
@@ -1078,6 +1097,18 @@ class TestChat:
         with pytest.raises(ValueError, match=message):
             make_llm().chat(messages, greedy(), use_tqdm=False)
 
+    @pytest.mark.parametrize("template", ["template_chatml.jinja", Path("template.jinja"), "", 5])
+    def test_the_name_of_a_file_is_no_template(self, template: Any, make_llm: MakeLLM) -> None:
+        with pytest.raises(ValueError, match=r"chat_template=.* is no template; if it is a file, pass what it holds"):
+            make_llm().chat(MESSAGES, greedy(), use_tqdm=False, chat_template=template)
+
+    def test_a_template_has_to_show_the_tools(self, make_llm: MakeLLM) -> None:
+        llm, tools, template = make_llm(), [{"type": "function", "function": {"name": "f"}}], "{{ messages[0].content }}"
+        with pytest.raises(ValueError, match="the chat template shows no tools, but conversation 0 has some"):
+            llm.chat(MESSAGES, greedy(), use_tqdm=False, chat_template=template, tools=tools)
+        for given in (None, []):
+            assert llm.chat(MESSAGES, greedy(), use_tqdm=False, chat_template=template, tools=given)
+
     def test_what_the_template_refuses_is_an_error(self, make_llm: MakeLLM) -> None:
         template = "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}ok"
         with pytest.raises(ValueError, match="chat template does not take conversation 1: roles must alternate"):
@@ -1102,6 +1133,17 @@ class TestOutputs:
             assert [x.decoded_token for x in chosen] == [tiny_tokenizer().decode([i]) for i in completion.token_ids]
         assert output.prompt_logprobs is not None
         assert len(output.prompt_logprobs) == len(output.prompt_token_ids) and output.prompt_logprobs[0] is None
+
+    def test_the_text_of_a_token_is_what_it_adds_to_a_text(self, tmp_path: Path, make_llm: MakeLLM) -> None:
+        make_tiny_model(tmp_path, vocab_size=512, tokenizer=False)
+        byte_fallback().save_pretrained(tmp_path)
+        llm = make_llm(tmp_path)
+        words = [i for piece, i in byte_fallback().get_vocab().items() if piece.startswith("\u2581") and len(piece) > 2]
+        (output,) = run(llm, ["It"], greedy(8, logprobs=3, allowed_token_ids=words, detokenize=True))
+        completion = output.outputs[0]
+        chosen = zip(completion.logprobs or (), completion.token_ids, strict=True)
+        assert "".join(str(entries[i].decoded_token) for entries, i in chosen) == completion.text
+        assert completion.text.startswith(" ")
 
     def test_log_probs_are_those_of_transformers(self, make_llm: MakeLLM, hf_model: PreTrainedModel) -> None:
         prompt = random_ids(11)

@@ -315,6 +315,7 @@ class TestRefusals:
             ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
             ("llama", {"layer_types": ["sliding_attention", "full_attention"]}, "sliding-window"),
             ("llama", {"quantization_config": {"quant_method": "gptq"}}, "quantised.*gptq"),
+            ("llama", {"is_causal": False}, "is_causal: false is not supported"),
             ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported; only 'silu'"),
             ("llama", {"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*supported: LlamaForCausalLM"),
             ("llama", {"architectures": None, "model_type": "gpt2"}, "'gpt2' is not supported"),

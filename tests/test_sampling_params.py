@@ -11,7 +11,7 @@ import weakref
 import numpy as np
 import pytest
 
-from nanoapc.sampling_params import SamplingParams
+from nanoapc.sampling_params import UNSUPPORTED, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 FLAGS = [
@@ -33,7 +33,7 @@ BAD_VALUES = {
     "bad_words": ["", [""], [None], 3],
     "max_tokens": [0, -1, 1.5, True, "3"],
     "min_tokens": [-1, 1.5, None, 17],
-    "logprobs": [-1, -2, 1.0, True],
+    "logprobs": [-1, -2, 1.0, False],
     "prompt_logprobs": [-1, 1.0, False],
     "logit_bias": [
         {-1: 5},
@@ -68,10 +68,21 @@ def test_every_field_has_bad_values_in_this_test():
     assert {field.name for field in dataclasses.fields(SamplingParams)} == set(BAD_VALUES)
 
 
-@pytest.mark.parametrize("name", ["best_of", "use_beam_search", "structured_outputs", "guided_decoding", "topp"])
+@pytest.mark.parametrize("name", ["use_beam_search", "topp"])
 def test_an_unknown_parameter_is_an_error_that_names_it(name):
     with pytest.raises(TypeError, match=name):
         SamplingParams(**{name: 1})
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_parameter_that_only_vllm_has_may_be_none(name):
+    params = SamplingParams(**{name: None}, temperature=0.5)
+    assert params == SamplingParams(temperature=0.5) and getattr(params, name) is None
+    assert name not in repr(params) and copy.deepcopy(params) == dataclasses.replace(params) == params
+    with pytest.raises(ValueError, match=f"{name}=1 is not possible; allowed: None, because it is not supported"):
+        SamplingParams(**{name: 1})
+    with pytest.raises(AttributeError, match=name):
+        setattr(params, name, None)
 
 
 def test_defaults_are_vllms():
@@ -100,6 +111,7 @@ def test_defaults_are_vllms():
         ({"max_tokens": None, "min_tokens": 99}, {"max_tokens": None}),
         ({"max_tokens": 10**9}, {"max_tokens": 10**9}),
         ({"logprobs": 0}, {"logprobs": 0}),
+        ({"logprobs": True, "prompt_logprobs": True}, {"logprobs": 1, "prompt_logprobs": 1}),
         ({"prompt_logprobs": 0}, {"skips_cache": True}),
         ({}, {"skips_cache": False}),
         ({"skip_reading_prefix_cache": True}, {"skips_cache": True}),

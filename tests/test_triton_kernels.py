@@ -248,8 +248,8 @@ def test_few_rows_at_a_long_context_are_split_for_the_whole_card() -> None:
     plan = suite.make_plan([list(range(2048))], [32_704], [64], 16, rows=1 << 20)
     _, wide, first_part, _ = TileCutter(4, 128, 132 / 8).cut(plan.host_tiles)
     spans = -(-(wide[:, 4] - wide[:, 3]) // SPAN)
-    assert spans.max() == 15  # 2 * 128 spans, for 16.5 programs at once
-    assert len(wide) == 2 * (128 - 15 + 1) and first_part[-1] == 64 * (128 - 15 + 1)
+    assert spans.max() == 16  # 2 * 128 spans, for 16.5 programs at once
+    assert len(wide) == 2 * (128 - 16 + 1) and first_part[-1] == 64 * (128 - 16 + 1)
     _, wide, first_part, _ = TileCutter(4, 128, 1).cut(plan.host_tiles)  # a card that is small enough
     assert len(wide) == 2 and first_part[-1] == 0
     plan = suite.make_plan([list(range(8192))], [130_000], [512], 16)

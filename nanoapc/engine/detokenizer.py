@@ -59,12 +59,31 @@ def output_text(
 
 def _context(tokenizer: Decoder, prompt_token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool) -> list[int]:
     """The shortest end of the prompt that is visible text; none if the prompt ends inside a character."""
-    tail = [int(i) for i in prompt_token_ids[-MAX_CONTEXT_TOKENS:]]
+    tail, text = [int(i) for i in prompt_token_ids[-MAX_CONTEXT_TOKENS:]], ""
     for size in range(1, len(tail) + 1):
         text = tokenizer.decode(tail[-size:], skip_special_tokens=skip_special_tokens)
         if text and REPLACEMENT not in text:
             return tail[-size:]
-    return []
+    return [] if REPLACEMENT in text else tail
+
+
+class TokenText:
+    """Token id -> its own text, as it is behind other text: at the start of one a decoder may drop a space."""
+
+    def __init__(self, tokenizer: Any):
+        self._decode = tokenizer.decode
+        self._before: list[int] = tokenizer.encode("a", add_special_tokens=False)[-1:]
+        self._text_before: str = tokenizer.decode(self._before)
+        self._texts: dict[int, str] = {}  # a call of the tokenizer takes longer than a token of a small model
+
+    def __call__(self, token_id: int) -> str:
+        if (text := self._texts.get(token_id)) is None:
+            text = self._decode([*self._before, token_id])
+            # A text that begins otherwise: the token has changed what stands before it.
+            is_behind = text.startswith(self._text_before)
+            text = text[len(self._text_before) :] if is_behind else self._decode([token_id])
+            self._texts[token_id] = text
+        return text
 
 
 class Detokenizer:
@@ -84,6 +103,11 @@ class Detokenizer:
         self._tail = ""  # the end of the text in which a stop string may have begun
         self._num_tokens = 0
         self._max_stop_chars = max(map(len, params.stop), default=0)
+        hidden = getattr(tokenizer, "added_tokens_decoder", {}) if params.skip_special_tokens else {}
+        # Stop strings that are special tokens, which have no text.
+        self._stop_tokens = {
+            i: str(token) for i, token in hidden.items() if token.special and str(token) in params.stop
+        }
 
     @property
     def text(self) -> str:
@@ -99,6 +123,10 @@ class Detokenizer:
         self._num_tokens += 1
         new = self._new_text(token_id)
         self._pieces.append(new)
+        if token_id in self._stop_tokens and self._num_tokens >= self._params.min_tokens:
+            stop = self._stop_tokens[token_id]
+            self._pieces.append(stop if self._params.include_stop_str_in_output else "")
+            return stop
         searched = self._tail + new
         hits = []
         if new and self._num_tokens >= self._params.min_tokens:

@@ -14,7 +14,7 @@ from typing import Any
 
 from nanoapc.engine.detokenizer import Detokenizer, output_text
 from nanoapc.engine.sequence import Sequence
-from nanoapc.inputs import Prompt
+from nanoapc.inputs import InputProcessor, Prompt
 from nanoapc.layers.sampler import make_state, sequence_seed
 from nanoapc.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, logprob_entries
 from nanoapc.sampling_params import SamplingParams
@@ -100,7 +100,7 @@ def make_sequences(
     ]
 
 
-def make_output(request: Request, tokenizer: Any) -> RequestOutput:
+def make_output(request: Request, inputs: InputProcessor) -> RequestOutput:
     """The request, finished just now, as the caller gets it."""
     now = time.perf_counter()
     first = request.sequences[0]
@@ -108,13 +108,14 @@ def make_output(request: Request, tokenizer: Any) -> RequestOutput:
     prompt_logprobs = None
     if request.params.prompt_logprobs is not None:
         count = request.params.prompt_logprobs
-        prompt_logprobs = [None, *_logprobs(prompt_token_ids[1:], first.prompt_logprobs, count, tokenizer)]
+        scored = _logprobs(prompt_token_ids[1:], first.prompt_logprobs, count, inputs.token_text)
+        prompt_logprobs = [None, *scored]
     return RequestOutput(
         request_id=request.request_id,
         prompt=request.prompt.text,
         prompt_token_ids=prompt_token_ids,
         prompt_logprobs=prompt_logprobs,
-        outputs=[_completion(seq, tokenizer) for seq in request.sequences],
+        outputs=[_completion(seq, inputs) for seq in request.sequences],
         finished=True,
         num_cached_tokens=max(first.num_cached_tokens, 0),
         index=request.index,
@@ -122,14 +123,14 @@ def make_output(request: Request, tokenizer: Any) -> RequestOutput:
     )
 
 
-def _completion(seq: Sequence, tokenizer: Any) -> CompletionOutput:
+def _completion(seq: Sequence, inputs: InputProcessor) -> CompletionOutput:
     logprobs, total = None, None
     if seq.params.logprobs is not None:
-        logprobs = _logprobs(seq.output_token_ids, seq.logprobs, seq.params.logprobs, tokenizer)
+        logprobs = _logprobs(seq.output_token_ids, seq.logprobs, seq.params.logprobs, inputs.token_text)
         total = sum(entry[0] for entry in seq.logprobs)
     return CompletionOutput(
         index=seq.index,
-        text=_text(seq, tokenizer),
+        text=_text(seq, inputs.tokenizer),
         token_ids=seq.output_token_ids,
         cumulative_logprob=total,
         logprobs=logprobs,
@@ -147,8 +148,9 @@ def _text(seq: Sequence, tokenizer: Any) -> str:
     return output_text(tokenizer, seq.prompt, seq.output_token_ids, seq.params, seq.finish_reason == "stop")
 
 
-def _logprobs(token_ids: list[int], entries: list[Any], count: int, tokenizer: Any) -> list[dict[int, Logprob]]:
-    decode = None if tokenizer is None else lambda token_id: tokenizer.decode([token_id])
+def _logprobs(
+    token_ids: list[int], entries: list[Any], count: int, decode: Callable[[int], str] | None
+) -> list[dict[int, Logprob]]:
     # The step computed as many as its greediest request wanted; this one gets its own number.
     return [
         logprob_entries(token_id, chosen, rank, top_ids[:count], top_logprobs[:count], decode)

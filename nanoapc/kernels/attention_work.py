@@ -29,8 +29,10 @@ ITEM_COLUMNS = 8
 NARROW_ROWS = 16
 """Matrix rows of the narrow shape, the fewest that tensor cores take."""
 
-PROGRAMS_PER_SM = 8
-"""Long KV ranges are split until this many programs of the longest part's length would fill the card."""
+PROGRAMS_PER_SM = 4
+"""Long KV ranges of narrow items are split until this many programs of the longest part's length, all that a
+multiprocessor holds at once, would fill the card; of wide items, one. More would cost more in states than they balance.
+"""
 
 SPLIT_PARTS = 1 << 15
 """Parts that the rows of split wide tiles have at most: bounds their states, 16 KiB each for 32 heads of 128."""
@@ -107,9 +109,10 @@ class TileCutter:
         start = np.where(in_one_go, 0, start)
         # A chain's first part: F spans, or what its first tile has.
         own = spans - start
-        longest = int(own[~ends_wide].sum() / self.num_programs / PROGRAMS_PER_SM)
-        longest_wide = int(own[ends_wide].sum() / self.num_programs)
-        first = np.where(start > 0, 0, np.minimum(own, np.maximum(1, np.where(ends_wide, longest_wide, longest))))
+        longest = np.ceil(own[self._narrow].sum() / self.num_programs / PROGRAMS_PER_SM)
+        longest_wide = np.ceil(own[~self._narrow].sum() / self.num_programs)
+        first = np.minimum(own, np.where(self._narrow, longest, longest_wide).astype(np.int64))
+        first[start > 0] = 0
         first_of_row = np.zeros(len(self._last), np.int64)
         np.maximum.at(first_of_row, self._rows, np.where(in_one_go, 0, first)[self._of_rows])
         first[in_one_go] = own[in_one_go]

@@ -100,12 +100,12 @@ class TritonKernels:
         """
         programs = int(self.num_sms * PROGRAMS_PER_SM / num_kv_heads)
         most = num_rows * -(-max_len // SPAN)  # each span an item of its own
-        sizes = sorted({num_rows + min(most, spare * programs) for spare in (2, 12)})
+        sizes = sorted({num_rows + min(most, spare * programs) for spare in (2, 24)})
         parts = min(most + num_rows, 16 * num_rows + sizes[-1])
         capacities: list[tuple[int, ...]] = [(num_rows, 0, 0, 0)]
         capacities += [(size, 0, num_rows, size) for size in sizes]
         if shared and num_rows > 1:
-            capacities += [(size, min(most, programs // 2), num_rows, parts) for size in sizes]
+            capacities += [(size, min(most, programs), num_rows, parts) for size in sizes]
         return capacities
 
     def _shapes(self, q: Tensor, kv_cache: Tensor) -> tuple[Shape, Shape]:

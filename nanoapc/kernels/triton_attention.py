@@ -53,7 +53,7 @@ class Shape(NamedTuple):
 # float32 is for checking, not for speed: exact products, no matrix unit, tiles that fit every head.
 _SHAPES = {
     64: (Shape(NARROW_ROWS, 64, 4, 4), Shape(128, 64, 8, 3), Shape(128, 64, 8, 3)),
-    128: (Shape(NARROW_ROWS, 64, 4, 3), Shape(128, 64, 8, 3), Shape(128, 64, 8, 3)),
+    128: (Shape(NARROW_ROWS, 32, 4, 4), Shape(128, 64, 8, 3), Shape(128, 64, 8, 3)),
     256: (Shape(NARROW_ROWS, 32, 4, 3), Shape(64, 32, 8, 3), Shape(64, 64, 8, 2)),
     0: (Shape(NARROW_ROWS, 16, 4, 3), Shape(32, 16, 8, 2), Shape(32, 16, 8, 2)),
 }
@@ -102,7 +102,8 @@ def attend_kernel(
     kv_end, part = tl.load(item + 4), tl.load(item + 5)
     kv_head = tl.program_id(1)
     num_heads = tl.num_programs(1) * GROUP
-    matrix_row, column, dim = tl.arange(0, ROWS), tl.arange(0, POSITIONS), tl.arange(0, PADDED_DIM)
+    matrix_row, dim = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
+    column = tl.arange(0, POSITIONS).to(tl.uint32)
     is_row, is_dim = matrix_row < num_rows * GROUP, dim < HEAD_DIM
     place = matrix_row // GROUP * num_heads + kv_head * GROUP + matrix_row % GROUP  # (row - row_start, head)
     first_place = row_start.to(tl.int64) * num_heads * HEAD_DIM
@@ -127,17 +128,17 @@ def attend_kernel(
         block = tl.load(block_table + following // BLOCK_SIZE, mask=following < kv_end, other=0)
         here = keys + slot[:, None] + dim[None, :]
         k = tl.load(here, mask=is_dim[None, :], other=0.0)  # what lies past the end gets no weight below
-        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION) * scale
+        scores = tl.dot(queries, tl.trans(k), input_precision=PRECISION)
         if at + POSITIONS > first_position + 1:
             scores = tl.where(kv_position[None, :] <= position[:, None], scores, float("-inf"))
+        new_peak = tl.max(scores, 1) * scale
         if at % SPAN == 0:
             peak, mass, acc = _fold(peak, mass, acc, span_peak, span_mass, span_acc)
-            span_peak = tl.full([ROWS], float("-inf"), tl.float32)
-            span_mass = tl.zeros([ROWS], tl.float32)
-            span_acc = tl.zeros([ROWS, PADDED_DIM], tl.float32)
-        new_peak = tl.maximum(span_peak, tl.max(scores, 1))
+            span_peak = tl.full([ROWS], float("-inf"), tl.float32)  # takes what the span has left times 0
+        else:
+            new_peak = tl.maximum(new_peak, span_peak)
         top = tl.where(new_peak == float("-inf"), 0.0, new_peak)
-        weights = tl.exp2(scores - top[:, None])
+        weights = tl.exp2(scores * scale - top[:, None])
         rescale = tl.exp2(span_peak - top)
         span_mass = span_mass * rescale + tl.sum(weights, 1)
         readable = (kv_position < kv_end)[:, None] & is_dim[None, :]

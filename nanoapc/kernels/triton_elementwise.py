@@ -80,6 +80,7 @@ def _rope_and_store_kernel(
 ):  # fmt: skip
     """HEADS heads (axis 1: query heads, then key heads, then value heads) of one row (axis 0), as two halves."""
     row = tl.program_id(0).to(tl.int64)
+    position, slot = tl.load(positions + row), tl.load(slots + row)  # here, so that all loads but of angles are at once
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     pair = tl.arange(0, HALF)
     is_q, is_v = head < NUM_HEADS, head >= NUM_HEADS + NUM_KV_HEADS
@@ -88,6 +89,9 @@ def _rope_and_store_kernel(
     here = qkv + (row * (NUM_HEADS + 2 * NUM_KV_HEADS) + head[:, None]) * HEAD_DIM + pair[None, :]
     x = tl.load(here, mask=mask, other=0.0)
     y = tl.load(here + HEAD_DIM // 2, mask=mask, other=0.0)
+    angle = cos_sin + position * HEAD_DIM + pair
+    cos = tl.load(angle, mask=is_pair, other=0.0)[None, :]
+    sin = tl.load(angle + HEAD_DIM // 2, mask=is_pair, other=0.0)[None, :]
     dtype = x.dtype
     x, y = x.to(tl.float32), y.to(tl.float32)
     raw_x, raw_y = x, y
@@ -101,16 +105,12 @@ def _rope_and_store_kernel(
                 mine = (is_q != is_key)[:, None]
                 x = tl.where(mine, ((raw_x * scale).to(dtype).to(tl.float32) * first).to(dtype).to(tl.float32), x)
                 y = tl.where(mine, ((raw_y * scale).to(dtype).to(tl.float32) * second).to(dtype).to(tl.float32), y)
-    angle = cos_sin + tl.load(positions + row) * HEAD_DIM + pair
-    cos = tl.load(angle, mask=is_pair, other=0.0)[None, :]
-    sin = tl.load(angle + HEAD_DIM // 2, mask=is_pair, other=0.0)[None, :]
     rotated_x = tl.where(is_v[:, None], raw_x, x * cos - y * sin)
     rotated_y = tl.where(is_v[:, None], raw_y, y * cos + x * sin)
 
     to = out + (row * NUM_HEADS + head[:, None]) * HEAD_DIM + pair[None, :]
     tl.store(to, rotated_x, mask=mask & is_q[:, None])
     tl.store(to + HEAD_DIM // 2, rotated_y, mask=mask & is_q[:, None])
-    slot = tl.load(slots + row)
     if slot >= 0:
         kv_head = head - NUM_HEADS - tl.where(is_v, NUM_KV_HEADS, 0)
         to = kv + slot // BLOCK_SIZE * block_stride + slot % BLOCK_SIZE * HEAD_DIM

@@ -70,7 +70,7 @@ def _sums(row, n, pivots, low, peak, COMPACT: tl.constexpr, MASS: tl.constexpr, 
             tl.store(row + kept + tl.cumsum(number, 1) - 1, value, mask=inside)
             kept += tl.sum(number)
     tl.debug_barrier()
-    return tl.sum(sums.to(tl.int64), 1, keep_dims=True), kept if COMPACT else n
+    return tl.sum(sums, 1, keep_dims=True).to(tl.int64), kept if COMPACT else n
 
 
 @triton.jit

@@ -56,14 +56,17 @@ class SamplerState:
         self.bias_ids, self.bias_values = _ids(list(bias)), np.array(list(bias.values()), np.float32)
         self.allowed_ids = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids)
         self.banned_ids = _ids([words[0] for words in bad_words_ids if len(words) == 1])
-        self.bad_phrases = [(array("q", words[:-1]), words[-1]) for words in bad_words_ids if len(words) > 1]
+        self.bad_phrases: dict[int, list[tuple[array[int], int]]] = {}  # by their last id but one
+        for words in bad_words_ids:
+            if len(words) > 1:
+                self.bad_phrases.setdefault(words[-2], []).append((array("q", words[:-1]), words[-1]))
         self.stop_ids = list(stop_ids)
         self.min_tokens = params.min_tokens
 
     def passing_bans(self) -> list[int]:
         """The ids forbidden at the next position because of what the output is now."""
         banned = list(self.stop_ids) if len(self.output_ids) < self.min_tokens else []
-        for start, last in self.bad_phrases:
+        for start, last in self.bad_phrases.get(self.output_ids[-1], ()) if self.output_ids else ():
             if self.output_ids[-len(start) :] == start:
                 banned.append(last)
         return banned

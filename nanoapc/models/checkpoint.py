@@ -67,11 +67,24 @@ def check_directory(directory: Path) -> None:
         raise ValueError(f"{directory} is not a model directory: it has no config.json{gguf}")
 
 
+def load_tokenizer(directory: str, trust_remote_code: bool = False) -> Any:
+    """The transformers tokenizer of a directory: what tokenizer.json says, if there is one.
+
+    AutoTokenizer goes by the class that the configs name, and that class may put rules of its own in place of the
+    file's (a byte-level file that is labelled LlamaTokenizer would lose all spaces).
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if (Path(directory) / "tokenizer.json").is_file() and not trust_remote_code:
+        return PreTrainedTokenizerFast.from_pretrained(directory)
+    return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in a file; a ValueError names a file that holds none."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))  # with or without a byte order mark
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"{path} cannot be read as JSON: {_reason(path, error)}") from error
     if (kind := type(value).__name__) != "dict":
         raise ValueError(f"{path} must hold a JSON object, not a {kind}")

@@ -183,6 +183,8 @@ def _refuse_unsupported(raw: Mapping[str, Any], sliding_window: int | None) -> N
         raise ValueError(f"sliding-window attention is not supported (sliding_window: {raw.get('sliding_window')})")
     if others:
         raise ValueError(f"layer_types has {others[0]!r}, which is not supported; only 'full_attention' is")
+    if raw.get("is_causal") is False:
+        raise ValueError("is_causal: false is not supported; a text is generated from what stands before")
     if raw["hidden_act"] not in ("silu", "swish"):
         raise ValueError(f"hidden_act {raw['hidden_act']!r} is not supported; only 'silu' is")
 
