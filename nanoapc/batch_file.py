@@ -277,8 +277,8 @@ def _writer(
             raise BatchStopped(str(error)) from error
         except Exception as error:
             finished = f"{summary.done + summary.failed} of {summary.total} lines are finished"
-            message = f"{type(error).__name__}: {error}. {finished}; the same command goes on from there"
-            raise BatchStopped(message) from error
+            again = "" if any(journal.is_stream for journal in journals) else "; the same command goes on from there"
+            raise BatchStopped(f"{type(error).__name__}: {error}. {finished}{again}") from error
 
 
 class _Signals:

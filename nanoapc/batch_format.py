@@ -26,7 +26,7 @@ from typing import Any
 from nanoapc.engine.detokenizer import REPLACEMENT, partial_bytes
 from nanoapc.inputs import InputProcessor
 from nanoapc.outputs import CompletionOutput, Logprob, RequestOutput
-from nanoapc.sampling_params import SamplingParams, check_unicode
+from nanoapc.sampling_params import SamplingParams, check_unicode, short
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 MAX_LINE_BYTES = 64 * 2**20
@@ -128,15 +128,15 @@ def _parse(line: RequestLine, data: bytes) -> None:
         asked = [*map(fields.get, ENVELOPE), *([beside] if beside else []), *twice]
         line.digest = _digest(json.dumps(asked, sort_keys=True).encode())
     if twice:
-        raise LineError(f"{where} has the key {_short(twice[0])} twice in one object; keep one", twice[0])
+        raise LineError(f"{where} has the key {short(twice[0])} twice in one object; keep one", twice[0])
     if line.custom_id is None:
-        raise LineError(f"{where} has custom_id {_short(custom_id)}; it must be a non-empty text", "custom_id")
+        raise LineError(f"{where} has custom_id {short(custom_id)}; it must be a non-empty text", "custom_id")
     method, url, body = fields.get("method"), fields.get("url"), fields.get("body")
     _expect(method == "POST", "method", method, "'POST'", 405)
     _expect(url in (CHAT, COMPLETIONS), "url", url, f"{CHAT} or {COMPLETIONS}", 404)
     _expect(isinstance(body, dict), "body", body, "an object")
     for name, value in sorted(beside.items()):
-        raise LineError(f"{name}={_short(value)} stands beside body; put it into body, or leave it out", name)
+        raise LineError(f"{name}={short(value)} stands beside body; put it into body, or leave it out", name)
     line.url = fields["url"]
     line.body = {name: value for name, value in fields["body"].items() if value is not None}
 
@@ -159,13 +159,13 @@ def _json_object(data: bytes, where: str, twice: list[str]) -> dict[str, Any]:
         hint = "; a line must end with LF or CRLF, not with CR alone" if b"\r" in data.strip() else ""
         raise LineError(f"{where} is not {kind}: {error}{hint}") from None
     if not isinstance(value, dict):
-        raise LineError(f"{where} is {_short(value)}; it must be an object")
+        raise LineError(f"{where} is {short(value)}; it must be an object")
     return value
 
 
 def _expect(is_good: bool, name: str, value: Any, allowed: str, status: int = 400) -> None:
     if not is_good:
-        raise LineError(f"{name} is {_short(value)}; it must be {allowed}", name, status)
+        raise LineError(f"{name} is {short(value)}; it must be {allowed}", name, status)
 
 
 @dataclass
@@ -217,7 +217,7 @@ class RequestReader:
         arguments["logprobs"] = _chat_logprobs(body) if is_chat else body.get("logprobs")
         for name, most in MOST.items():
             if isinstance(value := arguments.get(name), int) and value > most:
-                raise LineError(f"{name}={_short(value)} is too many; at most {most}", name)
+                raise LineError(f"{name}={short(value)} is too many; at most {most}", name)
         if arguments.get("seed", -1) == -1 and arguments.get("temperature") != 0:
             root = f"{self.seed}/{line.custom_id}".encode(errors="surrogatepass")
             arguments["seed"] = int.from_bytes(blake2b(root, digest_size=8).digest(), "little", signed=True)
@@ -254,7 +254,7 @@ def _check_fields(body: Mapping[str, Any], url: str) -> None:
     known = FIELDS[url] | NO_EFFECT
     for name, value in body.items():
         if name not in known and value not in asks_nothing.get(name, ()):
-            raise LineError(f"the field {name}={_short(value)} is not supported; leave it out", name)
+            raise LineError(f"the field {name}={short(value)} is not supported; leave it out", name)
         if kind := TEMPLATE.get(name):
             _expect(isinstance(value, kind), name, value, f"a {kind.__name__}")
     salt = body.get("cache_salt")
@@ -396,8 +396,3 @@ def _token(tokenizer: Any, token_id: int, logprob: Logprob) -> dict[str, Any]:
 
 def _digest(data: bytes) -> str:
     return blake2b(data, digest_size=16).hexdigest()
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 200 else text[:200] + "..."

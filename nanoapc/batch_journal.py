@@ -44,25 +44,25 @@ class Journal:
     def __init__(self, path: str):
         if path == "-" and sys.stdout is None:
             raise ValueError("standard output is closed; give the name of a file instead of -")
-        self._is_stream = path == "-" or (os.path.exists(path) and not os.path.isfile(path))
+        self.is_stream = path == "-" or (os.path.exists(path) and not os.path.isfile(path))
         self._final, self.path, lock = output_files(path)
         self._suffix = Path(path).suffix
         self._size = 0
         self._next_sync = 0.0
         with ExitStack() as stack:
-            if not self._is_stream:
+            if not self.is_stream:
                 stack.enter_context(_locked(lock))
-            self._is_new = not self._is_stream and not self.path.exists()
+            self._is_new = not self.is_stream and not self.path.exists()
             if self._is_new and self._final.exists():
                 _rewrite(self._final, self.path, decompress, self._suffix, path)
-            target: Any = os.dup(sys.stdout.fileno()) if path == "-" else path if self._is_stream else self.path
+            target: Any = os.dup(sys.stdout.fileno()) if path == "-" else path if self.is_stream else self.path
             self._file = stack.enter_context(open(target, "ab", 0))
             self.sync()
             self._stack = stack.pop_all()
 
     def finished(self) -> Iterator[dict[str, Any]]:
         """The results that are there already. When they have been read, the file is ready for more."""
-        if self._is_stream:
+        if self.is_stream:
             return
         ends_whole = True
         with open(self.path, "rb") as lines:
@@ -95,7 +95,7 @@ class Journal:
 
     def sync(self) -> None:
         """From here on, what has been written survives a power failure. OutputLost: it does not even now."""
-        if not self._is_stream:
+        if not self.is_stream:
             if not self._is_in_place():
                 what = "was removed, replaced or cut while the run wrote to it, so results are lost"
                 raise OutputLost(f"{self.path} {what}; remove what is left of it, and run the command again")
@@ -106,7 +106,7 @@ class Journal:
     def complete(self) -> None:
         """The batch is complete: compresses the file if its name asks for it."""
         self.sync()
-        if not self._is_stream and self.path != self._final:
+        if not self.is_stream and self.path != self._final:
             _rewrite(self.path, self._final, compress, self._suffix)
             self.path.unlink()
 
@@ -116,7 +116,7 @@ class Journal:
 
     def _cut(self) -> None:
         """Removes what stands behind the last whole line."""
-        if not self._is_stream and os.fstat(self._file.fileno()).st_size > self._size:
+        if not self.is_stream and os.fstat(self._file.fileno()).st_size > self._size:
             os.ftruncate(self._file.fileno(), self._size)
 
     def __enter__(self) -> Journal:
@@ -124,7 +124,7 @@ class Journal:
 
     def __exit__(self, *exception: object) -> None:
         with self._stack:
-            if not self._is_stream:
+            if not self.is_stream:
                 os.fsync(self._file.fileno())
             if self._is_new and self._size == 0 and exception[0] is not None and self._is_in_place():
                 self.path.unlink()  # a run that could not start leaves nothing behind

@@ -28,7 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(title="commands", required=True)
     _add_run_batch(commands)
     trace.add_parser(commands)
-    args = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    # Options may be written as the arguments of LLM are.
+    args = parser.parse_args([re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in given])
     return int(args.run(args))
 
 
@@ -87,6 +89,9 @@ def _run_batch(args: argparse.Namespace) -> int:
     except StoppedBySignal as stop:
         _say(f"stopped by {stop}; repeat the command to go on")
         return 128 + stop.signum
+    except KeyboardInterrupt:  # of a dry run, which leaves nothing to go on from
+        _say("stopped")
+        return 130
     except BatchStopped as error:
         _say(f"stopped: {error}")
         return 1

@@ -21,7 +21,7 @@ import numpy as np
 
 from nanoapc.engine.block_hash import encode_extra_keys
 from nanoapc.engine.detokenizer import TokenText
-from nanoapc.sampling_params import SamplingParams, check_unicode
+from nanoapc.sampling_params import SamplingParams, check_unicode, short
 
 
 class _PromptOptions(TypedDict, total=False):
@@ -92,7 +92,7 @@ def _for_all(params: Any) -> SamplingParams | None:
     if isinstance(params, SamplingParams):
         return params.clone()
     if isinstance(params, Mapping) or not isinstance(params, Iterable):
-        raise ValueError(f"sampling_params is {params!r}; it must be a SamplingParams, or one for each prompt")
+        raise ValueError(f"sampling_params is {short(params)}; it must be a SamplingParams, or one for each prompt")
     return None
 
 
@@ -110,7 +110,7 @@ def pair_params(prompts: Sequence[Any], params: Any, first_index: int = 0) -> li
         )
     for index, item in enumerate(pairs):
         if not isinstance(item, SamplingParams):
-            raise ValueError(f"sampling_params[{first_index + index}] is {item!r}; it must be a SamplingParams")
+            raise ValueError(f"sampling_params[{first_index + index}] is {short(item)}; it must be a SamplingParams")
     copies = {id(item): item.clone() for item in pairs}
     return [copies[id(item)] for item in pairs]
 
@@ -266,7 +266,7 @@ class InputProcessor:
         named = self.tokenizer.chat_template if isinstance(self.tokenizer.chat_template, dict) else {}
         is_template = isinstance(template, str) and ("{" in template or template in named)
         if template is not None and not is_template:
-            raise ValueError(f"chat_template={template!r} is no template; if it is a file, pass what it holds")
+            raise ValueError(f"chat_template={short(template)} is no template; if it is a file, pass what it holds")
         used = named.get(template, template) or self.tokenizer.chat_template
         if tools and isinstance(used, str) and "tools" not in used:
             raise ValueError(f"the chat template shows no tools, but {name} has some; pass a chat_template that does")
@@ -275,7 +275,7 @@ class InputProcessor:
 def as_conversations(messages: Any) -> list[Any]:
     """One conversation (a list of messages) or many -> a list of conversations."""
     if isinstance(messages, Mapping):
-        raise ValueError(f"messages is one message, {messages!r}; put it in a list, which is a conversation")
+        raise ValueError(f"messages is one message, {short(messages)}; put it in a list, which is a conversation")
     many = [messages] if isinstance(messages, str) or not isinstance(messages, Iterable) else list(messages)
     return [many] if many and isinstance(many[0], Mapping) else many
 
@@ -287,26 +287,26 @@ def _plain_messages(messages: Any, name: str) -> list[dict[str, Any]]:
     that calls tools may have said nothing.
     """
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
-        raise ValueError(f"{name} is {messages!r}; it must be a non-empty list of messages")
+        raise ValueError(f"{name} is {short(messages)}; it must be a non-empty list of messages")
     return [_plain_message(message, f"message {number} of {name}") for number, message in enumerate(messages)]
 
 
 def _plain_message(message: Any, name: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
-        raise ValueError(f"{name} is {message!r}; it must be a dict with a 'role' and a 'content'")
+        raise ValueError(f"{name} is {short(message)}; it must be a dict with a 'role' and a 'content'")
     plain = dict(message)
     content, calls = message.get("content"), message.get("tool_calls")
     if content is None and not (message["role"] == "assistant" and calls):
         raise ValueError(f"{name} has no content; give it a text (only an assistant's with tool_calls may lack it)")
     if content is not None and not isinstance(content, str | list):
-        raise ValueError(f"{name} has the content {content!r}; it must be a text or a list of text parts")
+        raise ValueError(f"{name} has the content {short(content)}; it must be a text or a list of text parts")
     if isinstance(content, list):
         for part in content:
             kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
             if kind != "text":
                 raise ValueError(f"{name} has a content part of type {kind!r}; only text is supported")
             if not isinstance(part.get("text"), str):
-                raise ValueError(f"{name} has a text part without a text: {part!r}")
+                raise ValueError(f"{name} has a text part without a text: {short(part)}")
         plain["content"] = "\n".join(part["text"] for part in content)
     if isinstance(calls, list):
         plain["tool_calls"] = [_parsed_call(call) for call in calls]
@@ -327,7 +327,7 @@ def _parse(prompt: PromptType, name: str) -> tuple[Any, str | None, bytes]:
         return prompt, prompt, b""
     if not isinstance(prompt, Mapping):
         if not _is_list(prompt):
-            raise ValueError(f"{name} is {prompt!r}; it must be a text, a list of token ids or a dict")
+            raise ValueError(f"{name} is {short(prompt)}; it must be a text, a list of token ids or a dict")
         return prompt, None, b""
     for key, value in prompt.items():
         is_nothing = value is None or (isinstance(value, Mapping) and not value)
@@ -337,11 +337,11 @@ def _parse(prompt: PromptType, name: str) -> tuple[Any, str | None, bytes]:
     if text is None and token_ids is None:
         raise ValueError(f"{name} has neither 'prompt' nor 'prompt_token_ids'; give it one of them")
     if text is not None and not isinstance(text, str):
-        raise ValueError(f"{name} has 'prompt' {text!r}; it must be a text")
+        raise ValueError(f"{name} has 'prompt' {short(text)}; it must be a text (ids are 'prompt_token_ids')")
     if token_ids is not None and not _is_list(token_ids):
-        raise ValueError(f"{name} has 'prompt_token_ids' {token_ids!r}; they must be a list of token ids")
+        raise ValueError(f"{name} has 'prompt_token_ids' {short(token_ids)}; they must be a list of token ids")
     if salt is not None and (not isinstance(salt, str) or not salt):
-        raise ValueError(f"{name} has cache_salt {salt!r}; it must be a non-empty text (or None)")
+        raise ValueError(f"{name} has cache_salt {short(salt)}; it must be a non-empty text (or None)")
     extra = b"" if salt is None else encode_extra_keys([("salt", salt)])
     return text if token_ids is None else token_ids, text, extra  # with both, the ids run (as in vLLM)
 

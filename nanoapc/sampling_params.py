@@ -191,8 +191,14 @@ def _bad_words_ids(words: tuple[str, ...], reference: weakref.ref[Encoder]) -> t
     return tuple(sequences)
 
 
+def short(value: Any) -> str:
+    """A value for a message, cut where it is long."""
+    text = repr(value)
+    return text if len(text) <= 500 else text[:500] + "..."
+
+
 def _error(name: str, value: Any, allowed: str) -> ValueError:
-    return ValueError(f"{name}={value!r} is not possible; allowed: {allowed}")
+    return ValueError(f"{name}={short(value)} is not possible; allowed: {allowed}")
 
 
 def _integer(name: str, value: Any) -> int:

@@ -220,7 +220,7 @@ def observe(llm: LLM) -> StepLog:
 def script_tokens(llm: LLM, script: Sequence[int]) -> None:
     """From now on every sequence gets the ids of `script`, whatever the logits are."""
     runner = llm.engine.runner
-    sampling_rows, prompt_lengths = runner._sampling_rows, [0]
+    sampling_rows, sample, prompt_lengths = runner._sampling_rows, runner.sampler.forward, [0]
 
     def remember(batch: StepBatch) -> SamplingRows:
         prompt_lengths[:] = [seq.num_prompt_tokens for seq in batch.sampled]
@@ -228,7 +228,8 @@ def script_tokens(llm: LLM, script: Sequence[int]) -> None:
 
     def forward(logits: torch.Tensor, rows: SamplingRows) -> SampledTokens:
         token_ids = torch.tensor(script)[rows.positions - torch.tensor(prompt_lengths)]
-        return SampledTokens(token_ids, None)
+        scripted = logits.scatter(1, token_ids.clamp(min=0)[:, None], 99.0)
+        return SampledTokens(token_ids, sample(scripted, rows).logprobs)
 
     runner._sampling_rows = remember  # type: ignore[method-assign]
     runner.sampler.forward = forward  # type: ignore[method-assign]

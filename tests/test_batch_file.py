@@ -113,6 +113,13 @@ def test_zstd_without_a_library_says_what_to_install(tmp_path: Path, llm: LLM, m
         run_batch(tmp_path / "in.jsonl", tmp_path / "out.jsonl", llm)
 
 
+def test_a_pipe_that_closes_is_no_place_to_go_on_from(tmp_path: Path, llm: LLM) -> None:
+    source = write_lines(tmp_path / "in.jsonl", GOOD)
+    with pytest.raises(BatchStopped) as stopped:
+        run_batch(source, "/dev/full", llm, quiet=True)
+    assert "No space left" in str(stopped.value) and str(stopped.value).endswith("lines are finished")
+
+
 def test_pipes_are_read_and_written(tmp_path: Path, llm: LLM) -> None:
     clean = answers(run(tmp_path, llm, GOOD)[0])
     source, target = tmp_path / "source", tmp_path / "target"

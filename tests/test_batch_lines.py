@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from batch_helpers import answers, body, by_id, chat, completion, encode, read_results, run, write_lines
-from llm_helpers import DEFAULTS, assert_idle, greedy
+from conftest import MakeLLM
+from llm_helpers import DEFAULTS, assert_idle, greedy, script_tokens
+from tiny_models import tiny_tokenizer
 
 from nanoapc import LLM, SamplingParams
 from nanoapc.batch_file import run_batch
@@ -99,6 +101,21 @@ def test_logprobs_have_the_shapes_of_openai(tmp_path: Path, llm: LLM) -> None:
     best = [max(top.values()) for top in legacy["logprobs"]["top_logprobs"]]
     assert best == legacy["logprobs"]["token_logprobs"]
     assert body(found["none"])["choices"][0]["logprobs"] is None
+
+
+def test_offsets_point_into_the_text(tmp_path: Path, make_llm: MakeLLM) -> None:
+    llm = make_llm()
+    script = tiny_tokenizer().encode("\u4e2da<|endoftext|>\U0001f600 the fox", add_special_tokens=False)
+    assert len(script) > len("\u4e2da\U0001f600") + 2  # characters of several tokens
+    script_tokens(llm, script)
+    results, _ = run(tmp_path, llm, [completion("a", logprobs=0, max_tokens=len(script), ignore_eos=True)])
+    choice = body(results[0])["choices"][0]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert choice["text"] == tiny_tokenizer().decode(script, skip_special_tokens=True)
+    assert offsets == sorted(offsets) and offsets[0] == 0
+    shown = [(token, at) for token, at in zip(tokens, offsets, strict=True) if token != "<|endoftext|>"]
+    assert len(shown) == len(script) - 1
+    assert all(choice["text"].startswith(token, at) for token, at in shown if "\ufffd" not in token)
 
 
 def test_top_logprobs_are_the_best_in_order_whatever_was_chosen(tmp_path: Path, llm: LLM) -> None:

@@ -440,6 +440,30 @@ def test_a_file_that_gets_lost_stops_the_run(
         assert (folder / names.pop()).read_text() == "another"
 
 
+@pytest.mark.parametrize("change", ["cut", "shifted", "same length"])
+def test_an_input_that_changes_under_the_run_stops_it(
+    tmp_path: Path, llm: LLM, change: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = write_lines(tmp_path / "in.jsonl", [completion(f"q{i}", f"hello {i}") for i in range(600)])
+    good, output, numbers = source.read_bytes(), tmp_path / "out.jsonl", itertools.count()
+    changed = {"cut": good[:1000], "shifted": b"\n" + good, "same length": good.replace(b"hello", b"jelly")}[change]
+
+    def write_once(self: Journal, line: bytes) -> None:
+        if next(numbers) == 5:
+            source.write_bytes(changed)
+        write(self, line)
+
+    write = Journal.write
+    monkeypatch.setattr(Journal, "write", write_once)
+    with pytest.raises(BatchStopped, match=r"in\.jsonl was changed while the run read it .line \d+."):
+        run_batch(source, output, llm, quiet=True)
+    assert all(result["error"] is None for result in read_results(output))
+    source.write_bytes(good)
+    summary = run_batch(source, output, llm, quiet=True)
+    assert (summary.done, summary.failed, summary.foreign) == (600, 0, 0) and 5 <= summary.resumed < 600
+    assert len(results_by_digest(output)) == 600
+
+
 def test_a_failed_step_stops_the_run_and_the_next_goes_on(
     tmp_path: Path, source: Path, llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -174,12 +174,15 @@ def test_every_engine_option_is_there_with_its_meaning(
         nanoapc.cli, "run_batch", lambda *args, **options: seen.append((args, options)) or BatchSummary()
     )
     assert main("-i", "x", "-o", "y", *arguments, "--served-model-name", "m", "--served-model-name", "n") == 0
-    ((args, options),) = seen
+    args, options = seen.pop()
     assert args == ("x", "y", given.pop("model"))
     assert options.pop("served_model_names") == ["m", "n"]
     assert {name: value for name, value in options.items() if name in given} == given
+    as_in_python = ["--" + word[2:].replace("-", "_") if word.startswith("--") else word for word in arguments]
+    assert main("-i", "x", "-o", "y", *as_in_python) == 0
+    assert {name: value for name, value in seen.pop()[1].items() if name in given} == given
     assert main("-i", "x", "-o", "y", "--model", "m") == 0
-    assert seen[1][1].keys().isdisjoint(given)  # what is not given keeps the default of EngineConfig
+    assert seen[0][1].keys().isdisjoint(given)  # what is not given keeps the default of EngineConfig
     capfd.readouterr()
     main("-h")
     text = " ".join(capfd.readouterr().out.split())
@@ -193,6 +196,15 @@ def test_a_signal_shows_in_the_exit_code(monkeypatch: pytest.MonkeyPatch, capfd:
     monkeypatch.setattr(nanoapc.cli, "run_batch", stopped)
     assert main("-i", "x", "-o", "y", "--model", "m") == 143
     assert "stopped by SIGTERM" in capfd.readouterr().err
+
+
+def test_ctrl_c_ends_a_dry_run_with_a_word(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def stopped(*args: Any, **options: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(nanoapc.cli, "dry_run", stopped)
+    assert main("-i", "x", "--dry-run", "--model", "m") == 130
+    assert capfd.readouterr().err == "nanoapc run-batch: stopped\n"
 
 
 @pytest.mark.skipif(importlib.util.find_spec("pyarrow") is not None, reason="Ray may be there")

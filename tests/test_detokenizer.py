@@ -251,6 +251,27 @@ def test_stop_strings_count_from_min_tokens_on():
     assert run(tokenizer, ids, ".a.", min_tokens=3) == (4, ".a.", "a")  # it may begin before
 
 
+@tokenizers
+@pytest.mark.parametrize("include", [False, True])
+def test_a_special_token_is_a_stop_string_though_it_has_no_text(make, include):
+    tokenizer = make()
+    ids = tokenizer.encode("It ends</s> next</s>", add_special_tokens=False)
+    text = "It ends" + "</s>" * include
+    for skip in (True, False):
+        options = {"include_stop_str_in_output": include, "skip_special_tokens": skip}
+        assert run(tokenizer, ids, "</s>", **options)[1:] == ("</s>", text)
+    count, hit, text = run(tokenizer, ids, "</s>", min_tokens=len(ids))
+    assert (count, hit, text) == (len(ids), "</s>", tokenizer.decode(ids, skip_special_tokens=True))
+
+
+@tokenizers
+def test_a_prompt_of_blanks_alone_is_a_context(make):
+    tokenizer = make()
+    prompt, output = (tokenizer.encode(text, add_special_tokens=False) for text in (" ", "It ends"))
+    text = output_text(tokenizer, prompt, output, SamplingParams())
+    assert tokenizer.decode(prompt) + text == tokenizer.decode(prompt + output)
+
+
 @given(st.data())
 @settings(max_examples=150, deadline=None)
 def test_stop_strings_are_found_as_in_the_whole_text(data):

@@ -36,7 +36,7 @@ from transformers import PreTrainedModel
 from nanoapc import LLM, RequestOutput, SamplingParams
 from nanoapc.engine.block_manager import BlockManager
 from nanoapc.engine.block_pool import BlockPool, FreeBlockQueue
-from nanoapc.engine.model_runner import ModelRunner
+from nanoapc.engine.model_runner import InFlight, ModelRunner
 from nanoapc.engine.request import Request, make_sequences
 from nanoapc.engine.scheduler import Scheduler
 from nanoapc.engine.sequence import Sequence, SequenceTable
@@ -1103,7 +1103,11 @@ class TestChat:
             make_llm().chat(MESSAGES, greedy(), use_tqdm=False, chat_template=template)
 
     def test_a_template_has_to_show_the_tools(self, make_llm: MakeLLM) -> None:
-        llm, tools, template = make_llm(), [{"type": "function", "function": {"name": "f"}}], "{{ messages[0].content }}"
+        llm, tools, template = (
+            make_llm(),
+            [{"type": "function", "function": {"name": "f"}}],
+            "{{ messages[0].content }}",
+        )
         with pytest.raises(ValueError, match="the chat template shows no tools, but conversation 0 has some"):
             llm.chat(MESSAGES, greedy(), use_tqdm=False, chat_template=template, tools=tools)
         for given in (None, []):
@@ -1144,6 +1148,42 @@ class TestOutputs:
         chosen = zip(completion.logprobs or (), completion.token_ids, strict=True)
         assert "".join(str(entries[i].decoded_token) for entries, i in chosen) == completion.text
         assert completion.text.startswith(" ")
+
+    def test_a_request_that_wants_many_log_probs_costs_its_neighbours_none(self, make_llm: MakeLLM) -> None:
+        llm, kept = make_llm(), []
+        wait = InFlight.wait
+
+        def watch(self: InFlight) -> np.ndarray:
+            token_ids = wait(self)
+            kept.extend((seq.params.logprobs, len(entry[2])) for seq in self.batch.sampled for entry in seq.logprobs)
+            return token_ids
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(InFlight, "wait", watch)
+            run(llm, [random_ids(9)] * 3, [greedy(logprobs=1), greedy(logprobs=300), greedy(logprobs=0)])
+        assert {wanted for wanted, _ in kept} == {0, 1, 300} and all(wanted == found for wanted, found in kept)
+
+    def test_the_prompt_is_scored_once_for_n_outputs(self, make_llm: MakeLLM) -> None:
+        llm, prompt = make_llm(), random_ids(40)
+        expected = run(make_llm(), [prompt], greedy(3, prompt_logprobs=2))[0].prompt_logprobs
+        (output,) = run(llm, [prompt], greedy(3, prompt_logprobs=2, n=4))
+        assert output.prompt_logprobs == expected and len(output.outputs) == 4
+        metrics = llm.metrics()
+        assert metrics.computed_prompt_tokens < 2 * len(prompt) and metrics.queried_tokens == 0
+
+    def test_requests_with_the_same_parameters_share_what_these_change(self, make_llm: MakeLLM) -> None:
+        llm, seen = make_llm(), list[Sequence]()
+        add = llm.engine.scheduler.add
+
+        def watch(sequences: list[Sequence]) -> None:
+            seen.extend(sequences)
+            add(sequences)
+
+        llm.engine.scheduler.add = watch  # type: ignore[method-assign]
+        params = greedy(allowed_token_ids=range(300), logit_bias={5: 1.0}, repetition_penalty=1.2)
+        outputs = run(llm, [random_ids(9, 1), random_ids(9, 2)], params)
+        assert len({id(seq.sampler_state.allowed_ids) for seq in seen}) == 1 and len(seen) == 2
+        assert token_ids(outputs) == [token_ids(run(make_llm(), [random_ids(9, i)], params))[0] for i in (1, 2)]
 
     def test_log_probs_are_those_of_transformers(self, make_llm: MakeLLM, hf_model: PreTrainedModel) -> None:
         prompt = random_ids(11)

@@ -43,7 +43,7 @@ from nanoapc.engine.step_batch import StepBatch, largest_batch
 from nanoapc.engine.transfer import PinnedTransfer, Transfer
 from nanoapc.inputs import InputProcessor
 from nanoapc.kernels import FixedWorkKernels, select_kernels
-from nanoapc.layers.sampler import Sampler
+from nanoapc.layers.sampler import Sampler, SamplerState, make_state
 from nanoapc.models.checkpoint import load_tokenizer, resolve_model
 from nanoapc.models.config import ModelConfig
 from nanoapc.models.decoder import CausalLM
@@ -180,6 +180,8 @@ class Engine:
     def prepare(self, requests: Iterable[Request]) -> list[Sequence]:
         """Gives new requests their ids and sequences, in the order in which they are best run; nothing runs yet."""
         sequences: list[Sequence] = []
+        tokenizer = self.inputs.tokenizer
+        states: dict[int, SamplerState | None] = {}  # one for each SamplingParams, which many requests share
         for request in requests:
             number, first_seq_id = self._num_requests, self._num_sequences  # a signal's handler gets others
             self._num_requests, self._num_sequences = number + 1, first_seq_id + request.params.n
@@ -188,13 +190,11 @@ class Engine:
             seed = request.params.seed
             if seed is None:
                 seed = _derived_seed(self.config.seed, number)
+            if (key := id(request.params)) not in states:
+                bad_words = request.params.bad_words_ids(tokenizer) if request.params.bad_words else ()
+                states[key] = make_state(request.params, (), self.eos_token_ids, bad_words)
             request.sequences = make_sequences(
-                request,
-                first_seq_id,
-                self.inputs.max_model_len,
-                seed,
-                self.eos_token_ids,
-                self.inputs.tokenizer,
+                request, first_seq_id, self.inputs.max_model_len, seed, states[key], tokenizer
             )
             sequences += request.sequences
         return prefix_order(sequences) if self.config.schedule_policy == "prefix" else sequences

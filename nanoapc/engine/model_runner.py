@@ -12,7 +12,9 @@ argument of the forward. Two runners never share state.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import repeat
 from typing import TypeAlias
 
 import numpy as np
@@ -63,7 +65,7 @@ class InFlight:
         if self.arrived is not None:
             self.arrived.synchronize()
         for seq, scored in self.prompt_scores:
-            seq.prompt_logprobs.extend(split_logprobs(scored))
+            seq.prompt_logprobs.extend(split_logprobs(scored, repeat(seq.params.prompt_logprobs or 0)))
         if self.sampled is None or self.rows is None:
             return np.zeros(0, np.int64)
         token_ids = self.sampled.token_ids.numpy()
@@ -71,8 +73,9 @@ class InFlight:
             _check_excluded(self.batch.sampled[i], self.rows.num_valid_ids, self.dtype)
         if self.sampled.logprobs is not None:
             rows = zip(self.batch.sampled, token_ids.tolist(), self.rows.num_logprobs, strict=True)
-            asking = [(seq, token_id) for seq, token_id, count in rows if count is not None]
-            for (seq, token_id), entry in zip(asking, split_logprobs(self.sampled.logprobs), strict=True):
+            asking = [(seq, token_id, count) for seq, token_id, count in rows if count is not None]
+            entries = split_logprobs(self.sampled.logprobs, (count for *_, count in asking))
+            for (seq, token_id, _), entry in zip(asking, entries, strict=True):
                 if seq.finish_reason is None and token_id >= 0:
                     seq.logprobs.append(entry)
         if self.rows.has_edits:
@@ -202,7 +205,7 @@ class ModelRunner:
             return scored
         first = 0
         for seq, start, count in zip(batch.sequences, batch.starts.tolist(), batch.counts.tolist(), strict=True):
-            if seq.params.prompt_logprobs is not None and start < seq.num_prompt_tokens - 1:
+            if seq.scores_prompt and start < seq.num_prompt_tokens - 1:
                 last = min(start + count, seq.num_prompt_tokens - 1)
                 scored += self._score(seq, hidden[first : first + last - start], start)
             first += count
@@ -221,7 +224,9 @@ class ModelRunner:
         return scored
 
 
-def split_logprobs(scored: TokenLogprobs) -> list[LogprobEntry]:
-    """A batch of log-probs -> one plain entry for each row."""
-    columns = (scored.chosen, scored.rank, scored.top_ids, scored.top_logprobs)
-    return list(zip(*(column.tolist() for column in columns), strict=True))
+def split_logprobs(scored: TokenLogprobs, counts: Iterable[int]) -> list[LogprobEntry]:
+    """A batch of log-probs -> one plain entry for each row, with as many of the best as its request wants."""
+    rows = zip(
+        scored.chosen.tolist(), scored.rank.tolist(), scored.top_ids.numpy(), scored.top_logprobs.numpy(), counts
+    )
+    return [(logprob, rank, ids[:n].tolist(), best[:n].tolist()) for logprob, rank, ids, best, n in rows]

@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from collections.abc import Sequence as SequenceType
 from dataclasses import dataclass, field
 from typing import Any
 
 from nanoapc.engine.detokenizer import Detokenizer, output_text
 from nanoapc.engine.sequence import Sequence
 from nanoapc.inputs import InputProcessor, Prompt
-from nanoapc.layers.sampler import make_state, sequence_seed
+from nanoapc.layers.sampler import SamplerState, sequence_seed
 from nanoapc.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput, logprob_entries
 from nanoapc.sampling_params import SamplingParams
 
@@ -75,13 +74,15 @@ def make_sequences(
     first_seq_id: int,
     max_model_len: int,
     seed: int,
-    eos_token_ids: SequenceType[int],
+    state: SamplerState | None,
     tokenizer: Any,
 ) -> list[Sequence]:
-    """The n sequences of a request; the i-th has a seed of its own, the first the request's."""
+    """The n sequences of a request; the i-th has a seed of its own, the first the request's.
+
+    state: of any sequence with these parameters.
+    """
     prompt, params = request.prompt, request.params
     room = max_model_len - len(prompt.token_ids)
-    bad_words = params.bad_words_ids(tokenizer) if params.bad_words else ()
     return [
         Sequence(
             seq_id=first_seq_id + i,
@@ -93,7 +94,7 @@ def make_sequences(
             extra=prompt.extra,
             stop_token_ids=frozenset(params.stop_token_ids),
             detokenizer=Detokenizer(tokenizer, prompt.token_ids, params) if params.stop else None,
-            sampler_state=make_state(params, prompt.token_ids, eos_token_ids, bad_words),
+            sampler_state=state and state.for_prompt(prompt.token_ids),
             request=request,
         )
         for i in range(params.n)
@@ -107,8 +108,7 @@ def make_output(request: Request, inputs: InputProcessor) -> RequestOutput:
     prompt_token_ids = request.prompt.token_ids.tolist()
     prompt_logprobs = None
     if request.params.prompt_logprobs is not None:
-        count = request.params.prompt_logprobs
-        scored = _logprobs(prompt_token_ids[1:], first.prompt_logprobs, count, inputs.token_text)
+        scored = _logprobs(prompt_token_ids[1:], first.prompt_logprobs, inputs.token_text)
         prompt_logprobs = [None, *scored]
     return RequestOutput(
         request_id=request.request_id,
@@ -126,7 +126,7 @@ def make_output(request: Request, inputs: InputProcessor) -> RequestOutput:
 def _completion(seq: Sequence, inputs: InputProcessor) -> CompletionOutput:
     logprobs, total = None, None
     if seq.params.logprobs is not None:
-        logprobs = _logprobs(seq.output_token_ids, seq.logprobs, seq.params.logprobs, inputs.token_text)
+        logprobs = _logprobs(seq.output_token_ids, seq.logprobs, inputs.token_text)
         total = sum(entry[0] for entry in seq.logprobs)
     return CompletionOutput(
         index=seq.index,
@@ -149,10 +149,9 @@ def _text(seq: Sequence, tokenizer: Any) -> str:
 
 
 def _logprobs(
-    token_ids: list[int], entries: list[Any], count: int, decode: Callable[[int], str] | None
+    token_ids: list[int], entries: list[Any], decode: Callable[[int], str] | None
 ) -> list[dict[int, Logprob]]:
-    # The step computed as many as its greediest request wanted; this one gets its own number.
     return [
-        logprob_entries(token_id, chosen, rank, top_ids[:count], top_logprobs[:count], decode)
+        logprob_entries(token_id, chosen, rank, top_ids, top_logprobs, decode)
         for token_id, (chosen, rank, top_ids, top_logprobs) in zip(token_ids, entries, strict=True)
     ]

@@ -275,7 +275,7 @@ class Scheduler:
             self.stats.recomputed_tokens += max(lost, 0)
             return
         seq.num_cached_tokens = match.num_cached_tokens
-        if self.manager.enable_caching and seq.reads_cache:
+        if self.manager.enable_caching and not seq.params.skips_cache:
             self.stats.count_query(
                 num_tokens=seq.num_prompt_tokens,
                 num_blocks=seq.num_prompt_tokens // self.manager.block_size,

@@ -81,9 +81,14 @@ class Sequence:
         return len(self.prompt) + len(self.output_token_ids)
 
     @property
+    def scores_prompt(self) -> bool:
+        """Whether the log-probs of its prompt are wanted, for which all of it is computed: once for n sequences."""
+        return self.params.prompt_logprobs is not None and self.index == 0
+
+    @property
     def reads_cache(self) -> bool:
         """Whether its prompt may be looked up in the prefix cache."""
-        return not self.params.skips_cache
+        return not (self.params.skip_reading_prefix_cache or self.scores_prompt)
 
     @property
     def needs_every_token(self) -> bool:

@@ -14,6 +14,7 @@ the batch and is reused as long as that does not change.
 
 from __future__ import annotations
 
+import copy
 import math
 from array import array
 from collections.abc import Sequence
@@ -51,8 +52,8 @@ class SamplerState:
         bad_words_ids: Sequence[Sequence[int]],
     ) -> None:
         bias = params.logit_bias or {}
-        self.output_ids = array("q")
-        self.prompt_ids = np.unique(_ids(prompt_token_ids if params.repetition_penalty != 1 else ()))
+        self.sees_prompt = params.repetition_penalty != 1
+        self._begin(prompt_token_ids)
         self.bias_ids, self.bias_values = _ids(list(bias)), np.array(list(bias.values()), np.float32)
         self.allowed_ids = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids)
         self.banned_ids = _ids([words[0] for words in bad_words_ids if len(words) == 1])
@@ -62,6 +63,16 @@ class SamplerState:
                 self.bad_phrases.setdefault(words[-2], []).append((array("q", words[:-1]), words[-1]))
         self.stop_ids = list(stop_ids)
         self.min_tokens = params.min_tokens
+
+    def _begin(self, prompt_token_ids: Sequence[int] | np.ndarray) -> None:
+        self.output_ids = array("q")
+        self.prompt_ids = np.unique(_ids(prompt_token_ids if self.sees_prompt else ()))
+
+    def for_prompt(self, prompt_token_ids: Sequence[int] | np.ndarray) -> SamplerState:
+        """The state of another sequence with the same parameters; it shares all that does not change."""
+        twin = copy.copy(self)
+        twin._begin(prompt_token_ids)
+        return twin
 
     def passing_bans(self) -> list[int]:
         """The ids forbidden at the next position because of what the output is now."""
