@@ -148,7 +148,8 @@ void linear_packed(const Tensor& x, const Tensor& packed, const Outputs& outputs
         const bool two = t + 1 < end_tile;
         const T* a[2];
         for (int64_t i = 0; i < 1 + two; ++i) a[i] = (t + i + 1) * LANES > num_tokens ? tail : xp + (t + i) * LANES * stride;
-        auto* multiply = two ? multiply_tiles<2, 2> : multiply_tiles<1, 2>;
+        auto* multiply = t > tile ? (two ? multiply_tiles<2, 2> : multiply_tiles<1, 2>)
+                                  : (two ? multiply_tiles<2, 2, true> : multiply_tiles<1, 2, true>);
         multiply(a, stride, 32, wp + p * 32 * k, 32 * LANES, 2 * 32 * LANES, k / 32, c, 2 * BLOCK, BLOCK, false);
         for (int64_t i = 0; i < std::min<int64_t>(num_tokens - t * LANES, (1 + two) * LANES); ++i) {
           const float* row = c + i / LANES * 2 * BLOCK + i % LANES * LANES;

@@ -113,9 +113,9 @@ inline bool amx_available() {  // Linux gives a process the tile registers only 
 #ifdef NANOAPC_AMX
 
 // Blocks of C: A tiles [16 rows][32 k] times B tiles [16 pairs of k][16 columns][2], `steps` of 32 k.
-// All tiles of a step are loaded before its products, and B is told to the memory four steps ahead by one line of each
-// tile, which is enough for the processor to fetch the lines behind it; telling it more of them delays the loads.
-template <int NA, int NB>
+// All tiles of a step are loaded before its products. B is fetched four steps ahead: all of it where it comes from memory
+// (STREAM), else a line of each tile, which draws the next ones after it; more would only delay the loads.
+template <int NA, int NB, bool STREAM = false>
 inline void multiply_tiles(const c10::BFloat16* const* a, int64_t a_row, int64_t a_step, const c10::BFloat16* b,
                            int64_t b_tile, int64_t b_step, int64_t steps, float* c, int64_t c_a, int64_t c_b, bool add) {
   const c10::BFloat16 *a0 = a[0], *a1 = a[NA - 1], *b1 = b + (NB - 1) * b_tile;
@@ -132,8 +132,7 @@ inline void multiply_tiles(const c10::BFloat16* const* a, int64_t a_row, int64_t
     if constexpr (NA > 1 && NB > 1) _tile_zero(3);
   }
   for (int64_t s = 0; s < steps; ++s) {
-    __builtin_prefetch(b + (s + 4) * b_step);
-    if constexpr (NB > 1) __builtin_prefetch(b1 + (s + 4) * b_step);
+    for (int64_t i = 0; i < b_step; i += STREAM ? 32 : 32 * LANES) __builtin_prefetch(b + (s + 4) * b_step + i);
     _tile_loadd(4, a0 + s * a_step, a_row * 2);
     _tile_loadd(6, b + s * b_step, 64);
     if constexpr (NA > 1) _tile_loadd(5, a1 + s * a_step, a_row * 2);
