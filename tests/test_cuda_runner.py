@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from nanoapc import LLM, EngineConfig
 from nanoapc.engine.cuda_graphs import CudaBackend
 from nanoapc.engine.kv_memory import MemoryUse, count_blocks, measure_memory
+from nanoapc.engine.model_runner import ModelRunner
 from nanoapc.engine.transfer import NUM_BUFFERS, PinnedTransfer, Transfer
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="pretends that the CPU is a CUDA device")
@@ -283,3 +284,15 @@ def test_too_little_memory_is_told_with_all_numbers(cuda: None, tmp_path: Path) 
         "0 MiB for graphs",
     ):
         assert text in str(error.value)
+
+
+def test_the_largest_step_stays_within_the_longest_sequence(
+    cuda: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    make_tiny_model(tmp_path, num_hidden_layers=1)
+    steps, launch = [], ModelRunner.launch
+    monkeypatch.setattr(ModelRunner, "launch", lambda self, batch: steps.append(batch) or launch(self, batch))
+    options = {"max_num_seqs": 2, "max_model_len": 40, "max_num_batched_tokens": 200, "enforce_eager": True}
+    LLM(tmp_path, device="cuda", dtype="float32", **options).close()
+    assert [int(batch.positions.max()) for batch in steps] == [39], "the rotary table ends there"

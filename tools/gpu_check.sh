@@ -79,6 +79,9 @@ main() {
     echo "== the engine's figures ($SECONDS s)"
     limited 400 "$PYTHON" tools/gpu_check_engine.py --part fast --json "$OUT/gpu_engine.json" $DRY ||
         failed="$failed [engine figures]"
+    echo "== transformers on the same work ($SECONDS s)"
+    limited 150 "$PYTHON" tools/gpu_check_engine.py --part peers --json "$OUT/gpu_peers.json" $DRY ||
+        echo "it has not ended well, which is no failure of ours"
     if [ -n "$failed" ]; then
         echo "failed after $SECONDS s:$failed"
         return 1

@@ -161,8 +161,12 @@ class Engine:
         config, kernels, graphs = self.config, model.kernels, 0
         if not config.enforce_eager and isinstance(kernels, FixedWorkKernels):
             graphs = graph_bytes(kernels, self.model_config, config.max_num_seqs, self.inputs.max_model_len)
-        params = SamplingParams(temperature=1.0, top_p=0.9)
-        batch = largest_batch(budget, config.max_num_seqs, config.block_size, params)
+        # All that takes memory of the size of the logits.
+        params = SamplingParams(temperature=1.0, min_p=0.1, top_p=0.9, repetition_penalty=1.1, logprobs=1)
+        most = min(budget, config.max_num_seqs * self.inputs.max_model_len)
+        batch = largest_batch(most, config.max_num_seqs, config.block_size, params)
+        for seq in batch.sequences:
+            seq.sampler_state = make_state(params, ())
         runner = self._make_runner(model, num_blocks=1)
         return measure_memory(self.device, lambda: runner.launch(batch), graphs)
 

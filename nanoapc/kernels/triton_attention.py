@@ -160,7 +160,7 @@ def attend_kernel(
         tl.store(part_sums + 2 * part_place + 1, mass, mask=is_row)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["merged"])  # where it starts depends on the number of rows
 def merge_kernel(out, part_acc, part_sums, first_part, merged, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr):
     """Folds the parts of one of the merged rows (program axis 0) and head (axis 1)."""
     row, head, num_heads = tl.load(merged + tl.program_id(0)), tl.program_id(1), tl.num_programs(1)

@@ -81,15 +81,15 @@ def cos_sin_table(rope: Mapping[str, Any], head_dim: int, max_len: int, device: 
             f"max_model_len={max_len} (without one: config.json's max_position_embeddings) is more than the {MAX_LEN} "
             "positions that float32 tells apart; pass a smaller max_model_len"
         )
-    from transformers import LlamaConfig
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
     with torch.device("cpu"):  # whatever PyTorch's default device is
         if rope["rope_type"] == "default":
             periods = rope["rope_theta"] ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
             # The angle per position of each pair of dimensions, from fast to slow.
             frequencies, scale = 1.0 / periods, 1.0
         else:
+            from transformers import LlamaConfig  # here: it takes seconds
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
             config = LlamaConfig(head_dim=head_dim)
             config.rope_parameters = dict(rope)
             frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config)

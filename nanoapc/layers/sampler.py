@@ -270,11 +270,11 @@ class Sampler:
         if rows.logprob_rows.numel():
             asking = rows.logprob_rows
             logprobs = self.gather_logprobs(logits[asking], token_ids[asking], rows.max_logprobs)
-        return SampledTokens(torch.where(peak.isfinite(), token_ids, -1), logprobs)
+        return SampledTokens(token_ids.masked_fill(peak - peak != 0, -1), logprobs)  # where it is not finite
 
     def _draw(self, x: Tensor, peak: Tensor, rows: SamplingRows, positions: Tensor) -> Tensor:
         """The rows that draw, x [m, V] -> ids [m]. The peak (float32) is taken off first: no temperature overflows."""
-        x = (x - peak[:, None]) / rows.temperature
+        x = (x - peak[:, None]).div_(rows.temperature)
         if rows.log_min_p is not None:
             x = x.masked_fill(x < rows.log_min_p, NEG_INF)
         ranked = rows.ranked_rows

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoapc.kernels import Kernels
-from nanoapc.layers import Layer
+from nanoapc.layers import Layer, declare_parameter
 from nanoapc.layers.attention import Attention
 from nanoapc.layers.linear import Linear
 from nanoapc.layers.mlp import GatedMLP
@@ -61,7 +61,8 @@ class Decoder(Layer):
 
     def __init__(self, config: ModelConfig, kernels: Kernels):
         super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, device="meta")
+        # nn.Embedding(...) would draw a weight, for which PyTorch imports its compiler: seconds of the start-up.
+        self.embed_tokens = nn.Embedding.from_pretrained(declare_parameter(config.vocab_size, config.hidden_size))
         self.layers = nn.ModuleList(DecoderLayer(config, kernels) for _ in range(config.num_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
 
