@@ -14,8 +14,9 @@ token comes: there all is decoded anew for each token.)
 from __future__ import annotations
 
 import re
+import weakref
 from collections.abc import Sequence
-from functools import cache, partial
+from functools import cache, lru_cache, partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -103,11 +104,7 @@ class Detokenizer:
         self._tail = ""  # the end of the text in which a stop string may have begun
         self._num_tokens = 0
         self._max_stop_chars = max(map(len, params.stop), default=0)
-        hidden = getattr(tokenizer, "added_tokens_decoder", {}) if params.skip_special_tokens else {}
-        # Stop strings that are special tokens, which have no text.
-        self._stop_tokens = {
-            i: str(token) for i, token in hidden.items() if token.special and str(token) in params.stop
-        }
+        self._stop_tokens = _stop_tokens(tuple(params.stop), weakref.ref(tokenizer)) if params.skip_special_tokens else {}
 
     @property
     def text(self) -> str:
@@ -171,6 +168,13 @@ class Detokenizer:
 
     def _decode(self, ids: list[int]) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=self._params.skip_special_tokens)
+
+
+@lru_cache(maxsize=1024)  # requests by the thousand have the same stop strings
+def _stop_tokens(stops: tuple[str, ...], reference: weakref.ref[Any]) -> dict[int, str]:
+    """The stop strings that are special tokens, which are left out of a text, by their ids."""
+    added = getattr(reference(), "added_tokens_decoder", {})
+    return {token_id: str(token) for token_id, token in added.items() if token.special and str(token) in stops}
 
 
 def _cleans_up(tokenizer: Any) -> bool:
