@@ -104,7 +104,8 @@ class Detokenizer:
         self._tail = ""  # the end of the text in which a stop string may have begun
         self._num_tokens = 0
         self._max_stop_chars = max(map(len, params.stop), default=0)
-        self._stop_tokens = _stop_tokens(tuple(params.stop), weakref.ref(tokenizer)) if params.skip_special_tokens else {}
+        hidden = tuple(params.stop) if params.skip_special_tokens else ()
+        self._stop_tokens = _stop_tokens(hidden, weakref.ref(tokenizer))
 
     @property
     def text(self) -> str:
