@@ -15,7 +15,6 @@ import json
 import os
 import re
 import time
-from codecs import getincrementaldecoder
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,7 @@ from functools import partial
 from hashlib import blake2b
 from typing import Any
 
-from nanoapc.engine.detokenizer import REPLACEMENT, partial_bytes
+from nanoapc.engine.detokenizer import REPLACEMENT, Detokenizer, partial_bytes
 from nanoapc.inputs import InputProcessor
 from nanoapc.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoapc.sampling_params import SamplingParams, check_unicode, short
@@ -34,7 +33,6 @@ GROUP_LINES, GROUP_BYTES = 256, 4 * 2**20
 """Lines that are tokenised together, at most: so many, or one more than has so many bytes."""
 MOST = {"n": 128, "logprobs": 20}
 """OpenAI's limits: no line shall take the whole engine."""
-MAX_CHARACTER_BYTES = 4
 LEAST_LOGPROB = -9999.0
 """JSON has no infinity."""
 LINE_ENDS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
@@ -349,30 +347,27 @@ def _logprobs(output: CompletionOutput, line: RequestLine, tokenizer: Any) -> di
         num_top = line.body.get("top_logprobs", 0)
         tops = [{"top_logprobs": [token(*entry) for entry in entries[:num_top]]} for entries in best]
         return {"content": [{**own, **top} for own, top in zip(chosen, tops, strict=True)], "refusal": None}
+    tokens = [own["token"] for own in chosen]
     return {
-        "tokens": [own["token"] for own in chosen],
+        "tokens": tokens,
         "token_logprobs": [own["logprob"] for own in chosen],
         "top_logprobs": [_by_text([token(*entry) for entry in entries]) for entries in best],
-        "text_offset": _offsets(output.text, chosen),
+        "text_offset": _offsets(output, tokens, line, tokenizer),
     }
 
 
-def _offsets(text: str, tokens: Iterable[Mapping[str, Any]]) -> list[int]:
+def _offsets(output: CompletionOutput, tokens: list[str], line: RequestLine, tokenizer: Any) -> list[int]:
     """Where each token begins in the text. Parts of a character begin where it does; what is not in the text (a special
     token, a stop string) takes no place."""
-    decoder, offsets, end = getincrementaldecoder("utf-8")("replace"), list[int](), 0
-
-    def pass_by(data: bytes, final: bool) -> int:
-        piece = decoder.decode(data, final)
-        found = text.find(piece, end, end + len(piece) + MAX_CHARACTER_BYTES)
-        return end if found < 0 else found + len(piece)
-
-    for token in tokens:
-        data = bytes(token["bytes"] or token["token"].encode())
-        if not data or data[0] & 0xC0 != 0x80:  # not the next part of a character: one that is open stays a torso
-            end = pass_by(b"", True)
-        offsets.append(end)
-        end = pass_by(data, False)
+    if tokenizer is None or line.params is None:
+        return [0] * len(tokens)
+    detokenizer, text, offsets = Detokenizer(tokenizer, line.prompt["prompt_token_ids"], line.params), "", list[int]()
+    for token_id, token in zip(output.token_ids, tokens, strict=True):
+        detokenizer.append(token_id)
+        start, text = len(text), detokenizer.text
+        if not token.startswith(REPLACEMENT):  # before it a part of a character may have stayed a torso
+            start = len(text) - len(text[start:].lstrip(REPLACEMENT))
+        offsets.append(min(start, len(output.text)))
     return offsets
 
 

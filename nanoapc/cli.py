@@ -30,7 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trace.add_parser(commands)
     given = sys.argv[1:] if arguments is None else arguments
     # Options may be written as the arguments of LLM are.
-    args = parser.parse_args([re.sub(r"^--\w+", lambda name: name[0].replace("_", "-"), word) for word in given])
+    args = parser.parse_args([re.sub(r"^--[\w-]+", lambda name: name[0].replace("_", "-"), word) for word in given])
     return int(args.run(args))
 
 
@@ -87,7 +87,7 @@ def _run_batch(args: argparse.Namespace) -> int:
         options |= {"error_file": args.error_file, "ordered": args.ordered, "ray_workers": args.ray}
         summary = run_batch(args.input_file, args.output_file, model, **options)
     except StoppedBySignal as stop:
-        _say(f"stopped by {stop}; repeat the command to go on")
+        _say(f"stopped by {stop}" + ("" if args.output_file == "-" else "; repeat the command to go on"))
         return 128 + stop.signum
     except KeyboardInterrupt:  # of a dry run, which leaves nothing to go on from
         _say("stopped")

@@ -263,12 +263,11 @@ class InputProcessor:
 
     def _check_template(self, template: Any, tools: Any, name: str) -> None:
         """ValueError for what transformers would take for a template without tags, and for tools that none shows."""
-        named = self.tokenizer.chat_template if isinstance(self.tokenizer.chat_template, dict) else {}
-        is_template = isinstance(template, str) and ("{" in template or template in named)
-        if template is not None and not is_template:
+        is_text = template is None or isinstance(template, str)
+        used = self.tokenizer.get_chat_template(template, tools) if is_text else ""
+        if template is not None and "{" not in used:
             raise ValueError(f"chat_template={short(template)} is no template; if it is a file, pass what it holds")
-        used = named.get(template, template) or self.tokenizer.chat_template
-        if tools and isinstance(used, str) and "tools" not in used:
+        if tools and "tools" not in used:
             raise ValueError(f"the chat template shows no tools, but {name} has some; pass a chat_template that does")
 
 

@@ -22,11 +22,6 @@ MAX_NUMBER = 1e30
 """Of any parameter: in float32, logits with a bias stay finite when penalties act on them."""
 MAX_N = 2**14
 """Outputs per prompt: as in vLLM, so that a mistyped number is an error and not a full memory."""
-UNSUPPORTED = (
-    *("best_of", "extra_args", "guided_decoding", "logits_processors", "structured_outputs"),
-    "truncate_prompt_tokens",
-)
-"""Parameters of vLLM that may be None and nothing else."""
 
 
 class Encoder(Protocol):
@@ -70,7 +65,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None  # if given, only these ids are generated
     skip_reading_prefix_cache: bool | None = None  # compute the prompt anew; None: iff prompt_logprobs
 
-    # See UNSUPPORTED.
+    # Parameters of vLLM that may be None and nothing else.
     best_of: InitVar[None] = None
     extra_args: InitVar[None] = None
     guided_decoding: InitVar[None] = None
@@ -174,6 +169,9 @@ class SamplingParams:
         The forms may have different numbers of tokens, and all count. ValueError for a word without tokens.
         """
         return _bad_words_ids(tuple(self.bad_words), weakref.ref(tokenizer))
+
+
+UNSUPPORTED = [name for name, item in SamplingParams.__dataclass_fields__.items() if item.type == "InitVar[None]"]
 
 
 @lru_cache(maxsize=1024)  # requests by the thousand have the same words

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from nanoapc.engine.events import FORMAT
-from nanoapc.models.checkpoint import load_tokenizer, resolve_model
+from nanoapc.models.checkpoint import TOKENIZER_PATTERNS, load_tokenizer, resolve_model
 
 TEMPLATE = Path(__file__).with_name("trace_page.html")
 COLUMNS = ("step", "t", "s", "tiles", "shared", "read", "unshared", "run")
@@ -119,7 +119,7 @@ def _decoder(tokenizer: str | None) -> Callable[[list[int]], str] | None:
     if tokenizer is None:
         return None
     try:
-        return load_tokenizer(str(resolve_model(tokenizer))).decode
+        return load_tokenizer(str(resolve_model(tokenizer, TOKENIZER_PATTERNS))).decode
     except Exception as error:  # transformers raises many kinds
         print(f"nanoapc trace: no text, only token ids: {str(error).splitlines()[0]}", file=sys.stderr)
         return None

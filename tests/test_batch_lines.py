@@ -15,7 +15,8 @@ import pytest
 from batch_helpers import answers, body, by_id, chat, completion, encode, read_results, run, write_lines
 from conftest import MakeLLM
 from llm_helpers import DEFAULTS, assert_idle, greedy, script_tokens
-from tiny_models import tiny_tokenizer
+from test_detokenizer import byte_fallback, byte_level
+from tiny_models import make_tiny_model, tiny_tokenizer
 
 from nanoapc import LLM, SamplingParams
 from nanoapc.batch_file import run_batch
@@ -116,6 +117,26 @@ def test_offsets_point_into_the_text(tmp_path: Path, make_llm: MakeLLM) -> None:
     shown = [(token, at) for token, at in zip(tokens, offsets, strict=True) if token != "<|endoftext|>"]
     assert len(shown) == len(script) - 1
     assert all(choice["text"].startswith(token, at) for token, at in shown if "\ufffd" not in token)
+
+
+@pytest.mark.parametrize(
+    ("make", "prompt", "text", "stop", "expected"),
+    [
+        (byte_fallback, [1], "It ends", None, [0, 0, 2, 6]),  # the first token, a blank, is not in the text
+        (byte_fallback, "a", "It ends", None, [0, 1, 3, 7]),
+        (byte_level, "a", "It ends. It", "s. I", [0, 2, 6, 6]),
+    ],
+)
+def test_offsets_where_the_text_lacks_a_part_of_a_token(
+    make: Any, prompt: Any, text: str, stop: str | None, expected: list[int], tmp_path: Path, make_llm: MakeLLM
+) -> None:
+    make_tiny_model(tmp_path, vocab_size=512, tokenizer=False)
+    make().save_pretrained(tmp_path)
+    llm, script = make_llm(tmp_path), make().encode(text, add_special_tokens=False)
+    script_tokens(llm, script)
+    line = completion("a", prompt, logprobs=0, max_tokens=len(script), ignore_eos=True, stop=stop)
+    results, _ = run(tmp_path, llm, [line])
+    assert body(results[0])["choices"][0]["logprobs"]["text_offset"] == expected
 
 
 def test_top_logprobs_are_the_best_in_order_whatever_was_chosen(tmp_path: Path, llm: LLM) -> None:

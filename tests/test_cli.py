@@ -195,7 +195,9 @@ def test_a_signal_shows_in_the_exit_code(monkeypatch: pytest.MonkeyPatch, capfd:
 
     monkeypatch.setattr(nanoapc.cli, "run_batch", stopped)
     assert main("-i", "x", "-o", "y", "--model", "m") == 143
-    assert "stopped by SIGTERM" in capfd.readouterr().err
+    assert capfd.readouterr().err.endswith("stopped by SIGTERM; repeat the command to go on\n")
+    assert main("-i", "x", "-o", "-", "--model", "m") == 143
+    assert capfd.readouterr().err.endswith("stopped by SIGTERM\n")
 
 
 def test_ctrl_c_ends_a_dry_run_with_a_word(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:

@@ -264,6 +264,14 @@ def test_a_special_token_is_a_stop_string_though_it_has_no_text(make, include):
     assert (count, hit, text) == (len(ids), "</s>", tokenizer.decode(ids, skip_special_tokens=True))
 
 
+def test_an_added_token_that_is_not_special_is_text():
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=byte_level().backend_tokenizer)
+    tokenizer.add_tokens(["<end>"])
+    ids = tokenizer.encode("It ends<end> next", add_special_tokens=False)
+    assert run(tokenizer, ids, "<end>")[1:] == ("<end>", "It ends")
+    assert run(tokenizer, ids, "<end>", include_stop_str_in_output=True)[1:] == ("<end>", "It ends<end>")
+
+
 @tokenizers
 def test_a_prompt_of_blanks_alone_is_a_context(make):
     tokenizer = make()

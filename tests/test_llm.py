@@ -296,11 +296,13 @@ class TestConstruction:
         make().save_pretrained(tmp_path)
         edit_json(tmp_path / "tokenizer_config.json", **({"tokenizer_class": label} if label else {}))
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
-        tokenizer, plain = load_tokenizer(str(tmp_path)), Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-        for text in ("hello world", "  hello", "It ends</s>It begins", "In 2024.", "cafe\u0301", " "):
-            ids = plain.encode(text).ids
-            assert tokenizer(text)["input_ids"] == ids
-            assert tokenizer.decode(ids, skip_special_tokens=True) == plain.decode(ids)
+        plain = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+        for trust_remote_code in (False, True):  # there is no code
+            tokenizer = load_tokenizer(str(tmp_path), trust_remote_code)
+            for text in ("hello world", "  hello", "It ends</s>It begins", "In 2024.", "cafe\u0301", " "):
+                ids = plain.encode(text).ids
+                assert tokenizer(text)["input_ids"] == ids
+                assert tokenizer.decode(ids, skip_special_tokens=True) == plain.decode(ids)
 
     def test_code_in_a_model_directory_is_not_run(self, tmp_path: Path, make_llm: MakeLLM) -> None:
         make_tiny_model(tmp_path)
@@ -1112,6 +1114,10 @@ class TestChat:
             llm.chat(MESSAGES, greedy(), use_tqdm=False, chat_template=template, tools=tools)
         for given in (None, []):
             assert llm.chat(MESSAGES, greedy(), use_tqdm=False, chat_template=template, tools=given)
+        llm.get_tokenizer().chat_template = {"default": template, "by name": "{{ tools }}"}
+        with pytest.raises(ValueError, match="the chat template shows no tools"):
+            llm.chat(MESSAGES, greedy(), use_tqdm=False, tools=tools)
+        assert llm.chat(MESSAGES, greedy(), use_tqdm=False, chat_template="by name", tools=tools)
 
     def test_what_the_template_refuses_is_an_error(self, make_llm: MakeLLM) -> None:
         template = "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}ok"
@@ -1184,6 +1190,10 @@ class TestOutputs:
         outputs = run(llm, [random_ids(9, 1), random_ids(9, 2)], params)
         assert len({id(seq.sampler_state.allowed_ids) for seq in seen}) == 1 and len(seen) == 2
         assert token_ids(outputs) == [token_ids(run(make_llm(), [random_ids(9, i)], params))[0] for i in (1, 2)]
+
+    def test_each_request_is_penalised_for_its_own_prompt(self, make_llm: MakeLLM) -> None:
+        params = greedy(1, allowed_token_ids=[5, 6], logit_bias={5: 50, 6: 50}, repetition_penalty=10)
+        assert token_ids(run(make_llm(), [[5] * 9, [6] * 9], params)) == [[6], [5]]
 
     def test_log_probs_are_those_of_transformers(self, make_llm: MakeLLM, hf_model: PreTrainedModel) -> None:
         prompt = random_ids(11)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nanoapc.kernels.reference import ReferenceKernels
 from nanoapc.layers.linear import Linear
-from nanoapc.models.checkpoint import read_tensors, resolve_model
+from nanoapc.models.checkpoint import TOKENIZER_PATTERNS, read_tensors, resolve_model
 from nanoapc.models.decoder import CausalLM
 from nanoapc.models.weights import WeightsDigest, check_weights, replace_weights
 
@@ -396,7 +396,9 @@ class TestResolveModel:
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
         assert resolve_model("Qwen/Qwen3-0.6B") == tmp_path
-        [(name, patterns)] = calls
+        (name, patterns) = calls.pop()
+        assert resolve_model("Qwen/Qwen3-0.6B", TOKENIZER_PATTERNS) == tmp_path
+        assert "*.safetensors" not in calls.pop()[1]
         assert name == "Qwen/Qwen3-0.6B"
         assert "*.safetensors" in patterns
         assert not any("bin" in pattern or "*.py" in pattern for pattern in patterns)

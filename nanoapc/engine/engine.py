@@ -44,7 +44,7 @@ from nanoapc.engine.transfer import PinnedTransfer, Transfer
 from nanoapc.inputs import InputProcessor
 from nanoapc.kernels import FixedWorkKernels, select_kernels
 from nanoapc.layers.sampler import Sampler, SamplerState, make_state
-from nanoapc.models.checkpoint import load_tokenizer, resolve_model
+from nanoapc.models.checkpoint import TOKENIZER_PATTERNS, load_tokenizer, resolve_model
 from nanoapc.models.config import ModelConfig
 from nanoapc.models.decoder import CausalLM
 from nanoapc.models.weights import WeightsDigest, check_weights, load_model, replace_weights
@@ -386,7 +386,7 @@ def _load_tokenizer(config: EngineConfig, directory: str) -> Any:
     """The transformers tokenizer of a model directory (or of config.tokenizer); None with skip_tokenizer_init."""
     if config.skip_tokenizer_init:
         return None
-    source = directory if config.tokenizer is None else str(resolve_model(config.tokenizer))
+    source = directory if config.tokenizer is None else str(resolve_model(config.tokenizer, TOKENIZER_PATTERNS))
     try:
         tokenizer = load_tokenizer(source, config.trust_remote_code)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # transformers makes an empty one without any files

@@ -22,7 +22,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 INDEX = "model.safetensors.index.json"
-HUB_PATTERNS = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
+HUB_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
 HUB_IGNORED = ["original/*", "consolidated*"]
 """Second copies of the weights in the vendor's own layout."""
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
@@ -30,8 +31,10 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 """Safetensors' names of the dtypes that weights can have; others are parts of quantised checkpoints."""
 
 
-def resolve_model(model: str | Path) -> Path:
+def resolve_model(model: str | Path, patterns: list[str] = HUB_PATTERNS) -> Path:
     """The local directory of a model: itself, or a snapshot from the Hugging Face hub (cached on disk).
+
+    patterns: the files of the snapshot that are wanted.
 
     Raises:
         ValueError: a file (GGUF among them), a path that does not exist, a hub name that cannot be fetched.
@@ -49,7 +52,7 @@ def resolve_model(model: str | Path) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(str(model), allow_patterns=HUB_PATTERNS, ignore_patterns=HUB_IGNORED))
+        return Path(snapshot_download(str(model), allow_patterns=patterns, ignore_patterns=HUB_IGNORED))
     except (OSError, HFValidationError) as error:
         reason = str(error).strip().split("\n")[0]
         raise ValueError(
@@ -71,11 +74,13 @@ def load_tokenizer(directory: str, trust_remote_code: bool = False) -> Any:
     """The transformers tokenizer of a directory: what tokenizer.json says, if there is one.
 
     AutoTokenizer goes by the class that the configs name, and that class may put rules of its own in place of the
-    file's (a byte-level file that is labelled LlamaTokenizer would lose all spaces).
+    file's (a byte-level file that is labelled LlamaTokenizer would lose all spaces). Code of its own, if trusted, wins.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if (Path(directory) / "tokenizer.json").is_file() and not trust_remote_code:
+    config = Path(directory) / "tokenizer_config.json"
+    has_code = trust_remote_code and config.is_file() and "auto_map" in read_json(config)
+    if (Path(directory) / "tokenizer.json").is_file() and not has_code:
         return PreTrainedTokenizerFast.from_pretrained(directory)
     return AutoTokenizer.from_pretrained(directory, trust_remote_code=trust_remote_code)
 
