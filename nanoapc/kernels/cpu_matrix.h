@@ -114,7 +114,7 @@ inline bool amx_available() {  // Linux gives a process the tile registers only 
 
 // Blocks of C: A tiles [16 rows][32 k] times B tiles [16 pairs of k][16 columns][2], `steps` of 32 k.
 // All tiles of a step are loaded before its products. B is fetched four steps ahead: all of it where it comes from memory
-// (STREAM), else a line of each tile, which draws the next ones after it; more would only delay the loads.
+// (STREAM), else a line every 1024 bytes, which draws the next ones after it; more would only delay the loads.
 template <int NA, int NB, bool STREAM = false>
 inline void multiply_tiles(const c10::BFloat16* const* a, int64_t a_row, int64_t a_step, const c10::BFloat16* b,
                            int64_t b_tile, int64_t b_step, int64_t steps, float* c, int64_t c_a, int64_t c_b, bool add) {
