@@ -8,7 +8,7 @@ if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 from nanoapc.config import EngineConfig
-from nanoapc.inputs import TextPrompt, TokensPrompt
+from nanoapc.inputs import PromptType, TextPrompt, TokensPrompt
 from nanoapc.llm import LLM
 from nanoapc.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoapc.sampling_params import SamplingParams
@@ -19,6 +19,7 @@ __all__ = [
     "CompletionOutput",
     "EngineConfig",
     "Logprob",
+    "PromptType",
     "RequestOutput",
     "SamplingParams",
     "TextPrompt",

@@ -1,9 +1,9 @@
 """SamplingParams: how one request is sampled, with vLLM's names and defaults.
 
-Invariant: an instance is valid and normalised. Every value is checked when it is constructed or assigned (a
-ValueError names the parameter, the value and what is allowed), and sequences become tuples of their own. A
-request has a copy of its own, so that an assignment concerns later requests only. What depends on the model
-(token ids inside the vocabulary, a tokenizer for strings) is checked by `verify`, before a request runs.
+Invariant: every value is valid and normalised. It is checked when it is passed or assigned (a ValueError names the
+parameter, the value and what is allowed), and sequences become tuples of their own. Whether values go together is
+checked at construction and again by `verify`, before a request runs, with what depends on the model (token ids inside
+the vocabulary, a tokenizer for strings). A request has a copy of its own: an assignment concerns later requests only.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import InitVar, dataclass, fields, replace
+from dataclasses import InitVar, dataclass, fields
 from functools import lru_cache
 from numbers import Integral, Real
 from typing import Any, Protocol
@@ -77,41 +77,29 @@ class SamplingParams:
         for name, value in zip(UNSUPPORTED, unsupported, strict=True):
             if value is not None:
                 raise _error(name, value, "None, because it is not supported")
-        for item in fields(self):
-            value = getattr(self, item.name)
-            value = 1 if value is True and item.name in ("logprobs", "prompt_logprobs") else value  # as in vLLM
-            kind = str(item.type).removesuffix(" | None")
-            if value is not None or kind == item.type:
-                self._set(item.name, CHECKS[kind](item.name, value))
-        self._set("top_k", max(0, self.top_k))
-        self._set("seed", None if self.seed == -1 else self.seed)
+        self._check_together()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Takes a value that passes its own check; whether it goes with the others is seen before a request runs."""
+        if name not in KINDS:
+            raise AttributeError(f"SamplingParams has no parameter {name!r}")
+        object.__setattr__(self, name, _normalised(name, value))
+
+    def _check_together(self) -> None:
+        """ValueError for parameters that exclude each other."""
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise _error("min_tokens", self.min_tokens, f"at most max_tokens, which is {self.max_tokens}")
-        if self.allowed_token_ids == ():
-            raise _error("allowed_token_ids", [], "at least one id, or None for all")
         if self.stop and not self.detokenize:
             raise _error("stop", self.stop, "none while detokenize=False, because they are found in the text")
         if self.prompt_logprobs is not None and self.skip_reading_prefix_cache is False:
             remedy = "True (or None) with prompt_logprobs, which need all logits of the prompt"
             raise _error("skip_reading_prefix_cache", False, remedy)
 
-    def _set(self, name: str, value: Any) -> None:
-        object.__setattr__(self, name, value)  # unchecked
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Takes a value that passes the constructor's checks, alone and beside the others."""
-        if name in vars(self):
-            vars(self).update(vars(replace(self, **{name: value})))
-        elif name in self.__dataclass_fields__ and name not in UNSUPPORTED:
-            self._set(name, value)  # the constructor is at work, and checks all of them at its end
-        else:
-            raise AttributeError(f"SamplingParams has no parameter {name!r}")
-
     def clone(self) -> SamplingParams:
         """A copy that shares nothing with this one that can change."""
         twin = copy.copy(self)
         if self.logit_bias is not None:
-            twin._set("logit_bias", dict(self.logit_bias))
+            vars(twin)["logit_bias"] = dict(self.logit_bias)
         return twin
 
     @property
@@ -141,6 +129,7 @@ class SamplingParams:
 
     def verify(self, num_valid_ids: int, tokenizer: Encoder | None) -> None:
         """Check against a model that emits the ids below num_valid_ids; ValueError if something cannot be."""
+        self._check_together()  # some may have been assigned
         ids: tuple[tuple[str, Iterable[int] | None], ...] = (
             ("logit_bias", self.logit_bias),
             ("allowed_token_ids", self.allowed_token_ids),
@@ -171,7 +160,9 @@ class SamplingParams:
         return _bad_words_ids(tuple(self.bad_words), weakref.ref(tokenizer))
 
 
-UNSUPPORTED = [name for name, item in SamplingParams.__dataclass_fields__.items() if item.type == "InitVar[None]"]
+KINDS = {item.name: str(item.type) for item in fields(SamplingParams)}
+"""The type of each parameter, which says how it is checked (see CHECKS)."""
+UNSUPPORTED = [name for name in SamplingParams.__dataclass_fields__ if name not in KINDS]
 
 
 @lru_cache(maxsize=1024)  # requests by the thousand have the same words
@@ -187,6 +178,21 @@ def _bad_words_ids(words: tuple[str, ...], reference: weakref.ref[Encoder]) -> t
             raise _error("bad_words", word, "words that the tokenizer turns into at least one token")
         sequences.update(dict.fromkeys(form for form in forms if form))
     return tuple(sequences)
+
+
+def _normalised(name: str, value: Any) -> Any:
+    """A parameter's value, checked and in the form in which it is kept."""
+    kind = KINDS[name].removesuffix(" | None")
+    if value is None and kind != KINDS[name]:
+        return None
+    if value is True and name in ("logprobs", "prompt_logprobs"):  # as in vLLM
+        return 1
+    value = CHECKS[kind](name, value)
+    if name == "allowed_token_ids" and value == ():
+        raise _error(name, [], "at least one id, or None for all")
+    if name == "top_k":
+        return max(0, value)
+    return None if name == "seed" and value == -1 else value
 
 
 def short(value: Any) -> str:

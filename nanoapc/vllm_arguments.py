@@ -17,10 +17,10 @@ HOW_VLLM_RUNS = """
     dbo_prefill_token_threshold dcp_comm_backend dcp_kv_cache_interleave_size dcp_q_replicate disable_async_output_proc
     disable_cascade_attn disable_chunked_mm_input disable_custom_all_reduce disable_hybrid_kv_cache_manager
     disable_log_requests disable_log_stats disable_mm_preprocessor_cache disable_nccl_for_dp_synchronization
-    disable_sliding_window distributed_timeout_seconds dp_sync_interval ec_manager_config ec_transfer_config
-    elastic_ep_max_dp_size enable_batch_sharded_sampling enable_chunked_prefill enable_cumem_allocator enable_dbo
-    enable_elastic_ep enable_ep_weight_filter enable_eplb enable_expert_parallel enable_fault_tolerance
-    enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing enable_log_requests
+    disable_sliding_window distributed_executor_backend distributed_timeout_seconds dp_sync_interval ec_manager_config
+    ec_transfer_config elastic_ep_max_dp_size enable_batch_sharded_sampling enable_chunked_prefill
+    enable_cumem_allocator enable_dbo enable_elastic_ep enable_ep_weight_filter enable_eplb enable_expert_parallel
+    enable_fault_tolerance enable_flashinfer_autotune enable_hc_sp enable_layerwise_nvtx_tracing enable_log_requests
     enable_logging_iteration_details enable_mamba_cache_stochastic_rounding enable_mamba_shared_prefix_checkpoint
     enable_mfu_metrics enable_mixed_moe_lora_format enable_mm_processor_stats enable_moe_shared_loras
     enable_nccl_comm_suspend enable_shm_tensor_arena enable_tower_connector_lora engram_config eplb_config
@@ -53,7 +53,7 @@ NO_EFFECT = frozenset(HOW_VLLM_RUNS.split())
 """They change no result here, whatever their value."""
 REMEDIES = {
     "an LLM runs on one device; docs/batch_files.md says how to use several": """
-        tensor_parallel_size pipeline_parallel_size data_parallel_size distributed_executor_backend worker_cls
+        tensor_parallel_size pipeline_parallel_size data_parallel_size worker_cls
         prefill_context_parallel_size decode_context_parallel_size data_parallel_size_local data_parallel_rank
         data_parallel_start_rank nnodes worker_extension_cls""",
     "device='cuda:N' says which": "device_ids",
@@ -93,7 +93,6 @@ UNSUPPORTED = {name: remedy for remedy, names in REMEDIES.items() for name in na
 NOTHING = {
     **{name: 1 for name in UNSUPPORTED if name.endswith("_parallel_size")},
     **dict.fromkeys(("data_parallel_size_local", "nnodes"), 1),
-    "distributed_executor_backend": "uni",
     "scheduling_policy": "fcfs",
     "logprobs_mode": "raw_logprobs",
     "task": "generate",

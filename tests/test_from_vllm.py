@@ -84,6 +84,7 @@ DEFAULTS: dict[str, Any] = {
 }
 """Each kind of value that asks for nothing."""
 HOW_VLLM_RUNS: dict[str, Any] = {
+    "distributed_executor_backend": "mp",
     "served_model_name": "x",
     "compilation_config": 3,
     "attention_backend": "FLASH_ATTN",

@@ -150,12 +150,33 @@ def test_an_assigned_value_is_checked_and_normalised():
     params = SamplingParams(stop="x", min_tokens=4)
     params.stop, params.temperature, params.seed = ["a", "b"], np.float32(0), -1
     assert params == SamplingParams(stop=("a", "b"), min_tokens=4, temperature=0.0) and params.is_greedy
-    for name, value in (("temperature", -1), ("max_tokens", 3), ("detokenize", False), ("stop", "")):
+    for name, value in (("temperature", -1), ("max_tokens", 0), ("detokenize", 5), ("stop", ""), ("n", None)):
         with pytest.raises(ValueError, match="is not possible; allowed: "):
             setattr(params, name, value)
     with pytest.raises(AttributeError, match="SamplingParams has no parameter 'max_token'"):
         params.max_token = 3
     assert params == SamplingParams(stop=("a", "b"), min_tokens=4, temperature=0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "named"),
+    [
+        ({"min_tokens": 32}, {"max_tokens": 64}, "min_tokens=32 is not possible; allowed: at most max_tokens"),
+        ({"detokenize": False}, {"stop": None}, "stop=.'x',. is not possible; allowed: none while detokenize=False"),
+        ({"skip_reading_prefix_cache": False}, {"prompt_logprobs": None}, "skip_reading_prefix_cache=False"),
+    ],
+)
+def test_values_that_are_assigned_have_to_go_together_when_they_are_used(first, second, named):
+    params = SamplingParams(stop="x", prompt_logprobs=1)
+    for name, value in first.items():
+        setattr(params, name, value)
+    with pytest.raises(ValueError, match=named):
+        params.verify(100, Words())
+    with pytest.raises(ValueError, match=named):
+        dataclasses.replace(params)
+    for name, value in second.items():
+        setattr(params, name, value)
+    params.verify(100, Words())
 
 
 def test_copies():

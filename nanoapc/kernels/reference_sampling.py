@@ -72,5 +72,6 @@ def in_order(values: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
 
 def logprobs(logits: Tensor, ids: Tensor, num_valid_ids: int) -> tuple[Tensor, Tensor]:
     """See `Kernels`."""
-    rank = (logits[:, :num_valid_ids] > logits.gather(1, ids[:, :1])).sum(dim=-1) + 1
-    return logits.log_softmax(dim=-1).gather(1, ids), rank
+    # Summing bools as int32 takes half the time of int64, torch's default.
+    above = (logits[:, :num_valid_ids] > logits.gather(1, ids[:, :1])).sum(dim=-1, dtype=torch.int32)
+    return logits.log_softmax(dim=-1).gather(1, ids), above.to(torch.int64) + 1
