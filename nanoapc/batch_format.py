@@ -24,6 +24,7 @@ from typing import Any
 
 from nanoapc.engine.detokenizer import REPLACEMENT, Detokenizer, partial_bytes
 from nanoapc.inputs import InputProcessor
+from nanoapc.layers.sampler import request_seed
 from nanoapc.outputs import CompletionOutput, Logprob, RequestOutput
 from nanoapc.sampling_params import SamplingParams, check_unicode, short
 
@@ -217,8 +218,7 @@ class RequestReader:
             if isinstance(value := arguments.get(name), int) and value > most:
                 raise LineError(f"{name}={short(value)} is too many; at most {most}", name)
         if arguments.get("seed", -1) == -1 and arguments.get("temperature") != 0:
-            root = f"{self.seed}/{line.custom_id}".encode(errors="surrogatepass")
-            arguments["seed"] = int.from_bytes(blake2b(root, digest_size=8).digest(), "little", signed=True)
+            arguments["seed"] = request_seed(self.seed, line.custom_id)
         params = SamplingParams(**arguments)
         params.verify(self.inputs.num_valid_ids, self.inputs.tokenizer)
         return params

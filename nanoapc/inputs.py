@@ -96,25 +96,6 @@ def _for_all(params: Any) -> SamplingParams | None:
     return None
 
 
-def pair_params(prompts: Sequence[Any], params: Any, first_index: int = 0) -> list[SamplingParams]:
-    """One SamplingParams for each prompt, copies, because the caller may change his before they have run.
-
-    first_index: the index of prompts[0] in error messages.
-    """
-    if (one := _for_all(params)) is not None:
-        return [one] * len(prompts)
-    pairs = list(params)
-    if len(pairs) != len(prompts):
-        raise ValueError(
-            f"there are {len(prompts)} prompts but {len(pairs)} sampling_params; give one for all or one for each"
-        )
-    for index, item in enumerate(pairs):
-        if not isinstance(item, SamplingParams):
-            raise ValueError(f"sampling_params[{first_index + index}] is {short(item)}; it must be a SamplingParams")
-    copies = {id(item): item.clone() for item in pairs}
-    return [copies[id(item)] for item in pairs]
-
-
 def pair_as_they_come(prompts: Any, params: Any) -> Iterator[tuple[Any, SamplingParams]]:
     """(prompt, its SamplingParams), read one by one; ValueError where one of the two ends before the other."""
     prompts, one = _unwrapped(prompts), _for_all(params)
@@ -175,6 +156,28 @@ class InputProcessor:
         if self.tokenizer is None:
             return self.vocab_size
         return min(max(self.tokenizer.get_vocab().values()) + 1, self.vocab_size)
+
+    def params(self, prompts: Sequence[Any], params: Any, first_index: int = 0) -> list[SamplingParams]:
+        """One valid SamplingParams for each prompt: copies, because the caller may change his before they have run.
+
+        ValueError for what is no SamplingParams, or cannot be for this model; first_index: of prompts[0], for messages.
+        """
+        pairs = list(params) if (one := _for_all(params)) is None else [one] * len(prompts)
+        if len(pairs) != len(prompts):
+            raise ValueError(
+                f"there are {len(prompts)} prompts but {len(pairs)} sampling_params; give one for all or one for each"
+            )
+        copies: dict[int, SamplingParams] = {}
+        for index, item in enumerate(pairs, first_index):
+            if not isinstance(item, SamplingParams):
+                raise ValueError(f"sampling_params[{index}] is {short(item)}; it must be a SamplingParams")
+            if id(item) not in copies:
+                copies[id(item)] = item.clone()
+                try:
+                    item.verify(self.num_valid_ids, self.tokenizer)
+                except ValueError as error:
+                    raise ValueError(f"sampling_params of prompt {index}: {error}") from None
+        return [copies[id(item)] for item in pairs]
 
     def prompts(
         self, raw: Iterable[PromptType], first_index: int = 0, progress: Callable[[int], object] = lambda n: None
@@ -253,7 +256,8 @@ class InputProcessor:
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer, but this LLM has none (skip_tokenizer_init=True)")
         plain = _plain_messages(messages, name)
-        self._check_template(template, options.get("tools"), name)
+        if template is not None or options.get("tools"):
+            self._check_template(template, options.get("tools"), name)
         try:
             text = self.tokenizer.apply_chat_template(plain, chat_template=template, tokenize=False, **options)
         except Exception as error:  # templates raise errors of their own kinds

@@ -14,8 +14,9 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,16 +28,7 @@ from nanoapc.engine.metrics import Metrics
 from nanoapc.engine.request import Call, OutputStream, Request, make_output
 from nanoapc.engine.sequence import Sequence as EngineSequence
 from nanoapc.fair_lock import FairLock
-from nanoapc.inputs import (
-    Prompt,
-    PromptType,
-    as_conversations,
-    as_prompt_list,
-    groups,
-    pair_as_they_come,
-    pair_params,
-    until_error,
-)
+from nanoapc.inputs import Prompt, PromptType, as_conversations, as_prompt_list, groups, pair_as_they_come, until_error
 from nanoapc.outputs import RequestOutput, warn_of_errors
 from nanoapc.progress import Speed, make_bar
 from nanoapc.sampling_params import SamplingParams
@@ -123,24 +115,25 @@ class LLM:
         if lora is not None and not (isinstance(lora, list) and not any(lora)):
             raise ValueError(f"lora_request={lora!r}: LoRA adapters are not supported; merge it into the weights")
         self._check_no_step()
-        params = pair_params(raw, self._or_default(params))
-        self._verify(params)
+        self.engine.check_usable()
+        params = self.inputs.params(raw, self._or_default(params))
         with make_bar(use_tqdm, total=len(raw), desc="Tokenizing", leave=False) as bar:
             ready = tokenize(raw, progress=bar.update)
         call = Call()
-        requests = [Request("", i, *pair, call=call) for i, pair in enumerate(zip(ready, params, strict=True))]
+        requests = [Request(i, *pair, call) for i, pair in enumerate(zip(ready, params, strict=True))]
         with self._lock:
             sequences = self.engine.prepare(requests)
         call.source = groups(sequences, 2 * self.engine.config.max_num_seqs)
         call.pending = {request.request_id: request for request in requests}
-        outputs: list[RequestOutput | None] = [None] * len(requests)
+        outputs: list[RequestOutput] = []
         with make_bar(use_tqdm, total=len(requests), desc="Processed prompts") as bar:
             speed = Speed(bar)
             for output in self._serve(call):
-                outputs[output.index] = output
+                outputs.append(output)
                 speed.count(output)
-        warn_of_errors([output for output in outputs if output is not None])
-        return outputs  # type: ignore[return-value]
+        outputs.sort(key=attrgetter("index"))
+        warn_of_errors(outputs)
+        return outputs
 
     # -- streams -----------------------------------------------------------------------------------------
 
@@ -175,12 +168,10 @@ class LLM:
                 raise error
 
     def _window(self, window: list[Any], index: int, call: Call) -> tuple[list[Request], BaseException | None]:
-        requests: list[Request] = []
-        try:
+        with suppress(Exception):
             return self._requests(window, index, call), None
-        except Exception:
-            pass  # find out which one it is, and keep those before it
-        for i, item in enumerate(window):
+        requests: list[Request] = []
+        for i, item in enumerate(window):  # find out which one it is, and keep those before it
             try:
                 requests += self._requests([item], index + i, call)
             except Exception as error:
@@ -191,11 +182,11 @@ class LLM:
         for item in window:
             if isinstance(item, BaseException):
                 raise item
+        self.engine.check_usable()
         prompts = [prompt for prompt, _ in window]
-        params = pair_params(prompts, [item for _, item in window], index)
-        self._verify(params, index)
+        params = self.inputs.params(prompts, [item for _, item in window], index)
         ready = self.inputs.prompts(prompts, index)
-        return [Request("", index + i, *pair, call=call) for i, pair in enumerate(zip(ready, params, strict=True))]
+        return [Request(i, *pair, call) for i, pair in enumerate(zip(ready, params, strict=True), index)]
 
     # -- step by step ------------------------------------------------------------------------------------
 
@@ -212,8 +203,7 @@ class LLM:
         self._check_no_step()
         with self._lock:
             self._step(self._steps)
-            finished = list(self._steps.finished)
-            self._steps.finished.clear()
+            finished, self._steps.finished = self._steps.finished, []
             return finished
 
     def has_unfinished_requests(self) -> bool:
@@ -250,8 +240,7 @@ class LLM:
                 with self._lock:
                     if not call.finished:
                         self._step(call)
-                    done = list(call.finished)
-                    call.finished.clear()
+                    done, call.finished = call.finished, []
                 yield from done
         finally:
             call.left = True
@@ -274,11 +263,9 @@ class LLM:
     def _feed(self, call: Call) -> None:
         """Keeps enough sequences waiting; the lock is not held while the caller's iterable is read."""
         while call.source is not None and len(self.engine.scheduler.waiting) < self.engine.config.max_num_seqs:
-            try:
-                sequences = next(call.source)
-            except StopIteration:
+            sequences = next(call.source, None)
+            if sequences is None:
                 call.source = None
-                return
             if not sequences:
                 return
             with self._lock:
@@ -305,15 +292,6 @@ class LLM:
                     call.error = error
                 call.pending.clear()
             raise
-
-    def _verify(self, params: Sequence[SamplingParams], first_index: int = 0) -> None:
-        self.engine.check_usable()
-        first_use = {id(item): i for i, item in reversed([*enumerate(params)])}
-        for i in sorted(first_use.values()):
-            try:
-                params[i].verify(self.inputs.num_valid_ids, self.inputs.tokenizer)
-            except ValueError as error:
-                raise ValueError(f"sampling_params of prompt {first_index + i}: {error}") from None
 
     # -- the rest ----------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields
 from functools import lru_cache
 from numbers import Integral, Real
-from typing import Any, Protocol
+from typing import Any
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy: the best token has practically all of the probability."""
@@ -22,14 +22,6 @@ MAX_NUMBER = 1e30
 """Of any parameter: in float32, logits with a bias stay finite when penalties act on them."""
 MAX_N = 2**14
 """Outputs per prompt: as in vLLM, so that a mistyped number is an error and not a full memory."""
-
-
-class Encoder(Protocol):
-    """The part of a tokenizer that bad words need."""
-
-    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Text -> token ids."""
-        ...
 
 
 @dataclass(kw_only=True)
@@ -127,7 +119,7 @@ class SamplingParams:
         names = " and ".join(name for name, acts in acting.items() if acts)
         return f"{names} leave no token id to choose for output token {num_output_tokens + 1}; loosen them"
 
-    def verify(self, num_valid_ids: int, tokenizer: Encoder | None) -> None:
+    def verify(self, num_valid_ids: int, tokenizer: Any) -> None:
         """Check against a model that emits the ids below num_valid_ids; ValueError if something cannot be."""
         self._check_together()  # some may have been assigned
         ids: tuple[tuple[str, Iterable[int] | None], ...] = (
@@ -152,7 +144,7 @@ class SamplingParams:
             remedy = "at least one id that bad_words and min_tokens do not exclude"
             raise _error("allowed_token_ids", self.allowed_token_ids, remedy)
 
-    def bad_words_ids(self, tokenizer: Encoder) -> tuple[tuple[int, ...], ...]:
+    def bad_words_ids(self, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
         """The token sequences of the bad words: each as it stands, and without and with a space before it.
 
         The forms may have different numbers of tokens, and all count. ValueError for a word without tokens.
@@ -166,7 +158,7 @@ UNSUPPORTED = [name for name in SamplingParams.__dataclass_fields__ if name not 
 
 
 @lru_cache(maxsize=1024)  # requests by the thousand have the same words
-def _bad_words_ids(words: tuple[str, ...], reference: weakref.ref[Encoder]) -> tuple[tuple[int, ...], ...]:
+def _bad_words_ids(words: tuple[str, ...], reference: weakref.ref[Any]) -> tuple[tuple[int, ...], ...]:
     """See `SamplingParams.bad_words_ids`. A weak reference: what is kept here keeps no tokenizer."""
     tokenizer = reference()
     assert tokenizer is not None

@@ -78,8 +78,8 @@ def compile_attention(capability: int, dtype: torch.dtype, head_dim: int, group:
 def compile_others(capability: int, dtype: torch.dtype) -> None:
     kernels = TritonKernels(capability)
     x, weight = torch.zeros(8, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype)
-    kernels.rms_norm(x, weight, 1e-6)
-    kernels.add_rms_norm(x, x, weight, 1e-6)
+    kernels.rms_norm(x, None, weight, 1e-6)
+    kernels.rms_norm(x, x, weight, 1e-6)
     silu_and_mul(x)
     for num_outputs in (4096, 8192, 32768):
         fixed_linear(torch.zeros(num_outputs, 64, dtype=dtype), None)(x[:, :64].contiguous())

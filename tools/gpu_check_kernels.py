@@ -165,9 +165,9 @@ def check_elementwise(check: Check) -> None:
     rows, size, kernels = 2048 // check.tiny, 4096 // check.tiny, check.kernels
     x, residual, weight = check.randn(rows, size), check.randn(rows, size), check.randn(size)
     for out, expected in zip(
-        kernels.add_rms_norm(x, residual, weight, 1e-6), REFERENCE.add_rms_norm(x, residual, weight, 1e-6), strict=True
+        kernels.rms_norm(x, residual, weight, 1e-6), REFERENCE.rms_norm(x, residual, weight, 1e-6), strict=True
     ):
-        check.close("add_rms_norm", out, expected)
+        check.close("rms_norm", out, expected)
     check.close("silu_and_mul", silu_and_mul(x), torch_silu_and_mul(x))
     results = []
     arguments = rope_arguments(check, rows)
@@ -317,8 +317,7 @@ def measure_elementwise(check: Check) -> None:
     rope = rope_arguments(check, rows)
     written = rope[0].nbytes * 8 // 9
     for name, num_bytes, arguments in (
-        ("rms_norm", 2 * x.nbytes, (x, weight, 1e-6)),
-        ("add_rms_norm", 4 * x.nbytes, (x, residual, weight, 1e-6)),
+        ("rms_norm", 4 * x.nbytes, (x, residual, weight, 1e-6)),
         ("silu_and_mul", gate_up.nbytes * 3 // 2, (gate_up,)),
         ("rope_and_store", rope[0].nbytes + written, rope),
     ):

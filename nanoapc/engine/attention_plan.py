@@ -24,12 +24,15 @@ Nondeterminism in LLM Inference" (Thinking Machines, 2025).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from nanoapc.engine.step_batch import places
+
+if TYPE_CHECKING:
+    from nanoapc.kernels.attention_work import AttentionWork
 
 SPAN = 256
 """KV positions a span: tiles start at multiples of it, kernels reduce in units of it."""
@@ -57,7 +60,7 @@ class AttentionPlan:
     block_tables: torch.Tensor
     host_tiles: np.ndarray
     level_starts: list[int]
-    work: Any = None
+    work: AttentionWork | None = None
 
 
 class AttentionPlanner:
@@ -67,7 +70,6 @@ class AttentionPlanner:
     rebuilt when sequences join, leave or prefill.
 
     Args:
-        block_size: tokens a block.
         max_tile_rows: rows a tile at most (a kernel's preference).
         min_saved_tokens: the cost model: a shared range is worth a tile of its own when it saves reading at
             least this many KV positions, (sequences - 1) * length; below that, each reads it for itself.

@@ -276,15 +276,11 @@ class BlockPool:
         parent: the Prefix before the first of them.
         """
         for block, key, label in zip(blocks, keys, labels, strict=True):
-            candidates = self.index.get(key)
-            prefix = None if candidates is None else self.find(parent, key, label)
+            prefix = self.find(parent, key, label)
             if prefix is None:
                 prefix = Prefix(parent, label, key)
                 parent.num_children += 1
-                if candidates is None:
-                    self.index[key] = [prefix]
-                else:
-                    candidates.append(prefix)
+                self.index.setdefault(key, []).append(prefix)
             if not prefix.blocks:
                 if parent.cached:
                     insort_left(parent.cached, prefix, key=_label)

@@ -19,7 +19,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +27,8 @@ from torch import Tensor
 
 from nanoapc.engine.attention_plan import AttentionPlan
 from nanoapc.engine.step_batch import StepBatch
-from nanoapc.kernels import FixedWork, FixedWorkKernels
+from nanoapc.kernels import FixedWorkKernels
+from nanoapc.kernels.attention_work import AttentionWork
 from nanoapc.models.config import ModelConfig
 
 Forward = Callable[[Tensor, AttentionPlan], Tensor]
@@ -54,25 +55,18 @@ def graph_bytes(kernels: FixedWorkKernels, model: ModelConfig, max_num_seqs: int
     return states + activations + GRAPH_BYTES * sum(len(capacities) for _, capacities in of_rows)
 
 
-class Backend(Protocol):
-    """How a function becomes a graph."""
-
-    def capture(self, run: Callable[[], None], new_pool: bool) -> Callable[[], None]:
-        """Records what `run` does on the device; the result does it again, on the same memory.
-
-        Memory comes from the pool of the graphs before, or from a new one.
-        """
-        ...
-
-
 class CudaBackend:
-    """CUDA graphs."""
+    """How a function becomes a CUDA graph."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def capture(self, run: Callable[[], None], new_pool: bool) -> Callable[[], None]:
-        """Runs once eagerly, because kernels are compiled and libraries set up then, and captures the second run."""
+        """Records what `run` does on the device; the result does it again, on the same memory.
+
+        Memory comes from the pool of the graphs before, or from a new one. The first run is eager, because kernels are
+        compiled and libraries set up then; the second is captured.
+        """
         run()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -87,7 +81,7 @@ class Graph:
     """A captured decode step, its rows, and its attention work."""
 
     num_rows: int
-    work: FixedWork
+    work: AttentionWork
     replay: Callable[[], None]
 
 
@@ -96,9 +90,6 @@ class DecodeGraphs:
 
     Args:
         forward: computes a step; the same function as of eager steps.
-        kernels: the device's functions.
-        backend: makes the graphs.
-        model: its shape.
         kv_memory: [NB, L, 2, Hkv, B, D].
         max_num_seqs: rows of the largest bucket.
         max_blocks: width of a block table.
@@ -109,7 +100,7 @@ class DecodeGraphs:
         self,
         forward: Forward,
         kernels: FixedWorkKernels,
-        backend: Backend,
+        backend: CudaBackend,
         model: ModelConfig,
         kv_memory: Tensor,
         max_num_seqs: int,
@@ -142,12 +133,13 @@ class DecodeGraphs:
         tiles = torch.from_numpy(host_tiles).to(self.rows.device)
         token_ids, positions, slots = self.rows[:, :num_rows]
         plan = AttentionPlan(tiles, positions, slots, self.block_tables, host_tiles, [0, 1])
-        plan = replace(plan, work=self.kernels.prepare(self.query[:num_rows], self.kv_cache, plan, capacity))
+        work = self.kernels.prepare(self.query[:num_rows], self.kv_cache, plan, capacity)
+        plan = replace(plan, work=work)
 
         def run() -> None:
             self.hidden[:num_rows].copy_(self.forward(token_ids, plan))
 
-        graph = Graph(num_rows, plan.work, self.backend.capture(run, new_pool=not self._num_captured))
+        graph = Graph(num_rows, work, self.backend.capture(run, new_pool=not self._num_captured))
         self._num_captured += 1
         return graph
 

@@ -17,7 +17,7 @@ import re
 import weakref
 from collections.abc import Sequence
 from functools import cache, lru_cache, partial
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -28,16 +28,8 @@ MAX_CONTEXT_TOKENS = 8  # of the prompt: a character has up to 4 of them, and sp
 MAX_HELD_TOKENS = 32  # no character takes so many: what is held longer is not text
 
 
-class Decoder(Protocol):
-    """The part of a tokenizer that detokenizing needs."""
-
-    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        """Token ids -> text; incomplete characters become U+FFFD."""
-        ...
-
-
 def output_text(
-    tokenizer: Decoder,
+    tokenizer: Any,
     prompt_token_ids: Sequence[int] | np.ndarray,
     output_token_ids: Sequence[int] | np.ndarray,
     params: SamplingParams,
@@ -58,7 +50,7 @@ def output_text(
     return text[len(before) :] if text.startswith(before) else decode(ids)
 
 
-def _context(tokenizer: Decoder, prompt_token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool) -> list[int]:
+def _context(tokenizer: Any, prompt_token_ids: Sequence[int] | np.ndarray, skip_special_tokens: bool) -> list[int]:
     """The shortest end of the prompt that is visible text; none if the prompt ends inside a character."""
     tail, text = [int(i) for i in prompt_token_ids[-MAX_CONTEXT_TOKENS:]], ""
     for size in range(1, len(tail) + 1):
@@ -90,9 +82,7 @@ class TokenText:
 class Detokenizer:
     """The incremental text of one sequence that has stop strings; `append` each token as it is sampled."""
 
-    def __init__(
-        self, tokenizer: Decoder, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams
-    ) -> None:
+    def __init__(self, tokenizer: Any, prompt_token_ids: Sequence[int] | np.ndarray, params: SamplingParams) -> None:
         self._tokenizer = tokenizer
         self._params = params
         self._whole = partial(output_text, tokenizer, prompt_token_ids) if _cleans_up(tokenizer) else None

@@ -13,7 +13,6 @@ mostly - leaves nothing there that could be trusted: the whole cache is forgotte
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Iterable
@@ -43,7 +42,7 @@ from nanoapc.engine.step_batch import StepBatch, largest_batch
 from nanoapc.engine.transfer import PinnedTransfer, Transfer
 from nanoapc.inputs import InputProcessor
 from nanoapc.kernels import FixedWorkKernels, select_kernels
-from nanoapc.layers.sampler import Sampler, SamplerState, make_state
+from nanoapc.layers.sampler import Sampler, SamplerState, make_state, request_seed
 from nanoapc.models.checkpoint import TOKENIZER_PATTERNS, load_tokenizer, resolve_model
 from nanoapc.models.config import ModelConfig
 from nanoapc.models.decoder import CausalLM
@@ -59,9 +58,7 @@ class Engine:
     """Everything that one LLM owns, except the caller's side.
 
     Attributes:
-        config, model_config, device
         eos_token_ids: what ends a text: the model's and the tokenizer's.
-        manager, scheduler, runner
         inputs: makes prompts for this model; has the tokenizer.
         phases: the steps so far, by phase ("prefill", "decode", "mixed").
         overlap: whether steps are launched ahead.
@@ -193,7 +190,7 @@ class Engine:
             request.arrival_time = time.perf_counter()
             seed = request.params.seed
             if seed is None:
-                seed = _derived_seed(self.config.seed, number)
+                seed = request_seed(self.config.seed, number)
             if (key := id(request.params)) not in states:
                 bad_words = request.params.bad_words_ids(tokenizer) if request.params.bad_words else ()
                 states[key] = make_state(request.params, (), self.eos_token_ids, bad_words)
@@ -328,7 +325,12 @@ class Engine:
         if self.dead is None:
             self.abort_all()
             self._in_flight = None
-            self._save_at_end()
+            if self.store is not None:
+                try:
+                    self.save_prefix_cache()
+                except OSError as error:
+                    what = f"prefix_cache_file {self.store.path} could not be written, it stays as it was"
+                    logger.warning("%s: %s", what, error)
             self.dead = "this LLM is closed; make a new one"
             if self.events is not None:
                 self.events.close()
@@ -338,15 +340,6 @@ class Engine:
             del self.runner, self.store
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()  # for other processes
-
-    def _save_at_end(self) -> None:
-        if self.store is not None:
-            try:
-                self.save_prefix_cache()
-            except OSError as error:
-                logger.warning(
-                    "prefix_cache_file %s could not be written, it stays as it was: %s", self.store.path, error
-                )
 
 
 def _device(name: str) -> torch.device:
@@ -367,19 +360,13 @@ def _device(name: str) -> torch.device:
 
 def make_inputs(config: EngineConfig, directory: Path, model: ModelConfig) -> InputProcessor:
     """What makes prompts for a model directory, with its tokenizer; needs no weights."""
-    max_model_len = _max_model_len(config, model)
-    return InputProcessor(_load_tokenizer(config, str(directory)), model.vocab_size, max_model_len)
-
-
-def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens that a sequence may hold: the config's wish within the model's limit."""
     limit = model.max_len
     wanted = limit if config.max_model_len is None else config.max_model_len
     if wanted > limit:
         raise ValueError(f"max_model_len={wanted} is more than the model's own limit of {limit} positions; lower it")
     if wanted < 2:
         raise ValueError(f"max_model_len={wanted} leaves no room for a prompt and one output token; use at least 2")
-    return wanted
+    return InputProcessor(_load_tokenizer(config, str(directory)), model.vocab_size, wanted)
 
 
 def _load_tokenizer(config: EngineConfig, directory: str) -> Any:
@@ -397,9 +384,3 @@ def _load_tokenizer(config: EngineConfig, directory: str) -> Any:
             f"no tokenizer could be loaded from {source!r} ({error}); give tokenizer=... or, for prompts of token ids, "
             "skip_tokenizer_init=True"
         ) from error
-
-
-def _derived_seed(engine_seed: int, request_number: int) -> int:
-    """The seed of a request that brings none: repeatable for the same calls in the same order."""
-    data = f"{engine_seed}/{request_number}".encode()
-    return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -76,10 +76,7 @@ def measure_memory(device: torch.device, run_largest_step: Callable[[], object],
 
 
 def count_blocks(
-    config: EngineConfig,
-    model: ModelConfig,
-    max_model_len: int,
-    measure: Callable[[], MemoryUse] | None,
+    config: EngineConfig, model: ModelConfig, max_model_len: int, measure: Callable[[], MemoryUse] | None
 ) -> int:
     """Number of KV blocks for an engine whose weights are loaded.
 
@@ -145,16 +142,11 @@ def available_memory() -> int:
 
 
 def _system_available() -> int:
-    try:
+    with contextlib.suppress(OSError):
         for line in Path("/proc/meminfo").read_text().splitlines():
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    try:
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (ValueError, OSError, AttributeError):
-        return 4 * 2**30  # an unknown system: a size that any machine for this job has
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2  # no Linux
 
 
 def _control_group_available(root: Path = Path("/")) -> int:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor
 
 from nanoapc.engine.attention_plan import AttentionPlan, AttentionPlanner
-from nanoapc.engine.cuda_graphs import Backend, DecodeGraphs
+from nanoapc.engine.cuda_graphs import CudaBackend, DecodeGraphs
 from nanoapc.engine.sequence import Sequence
 from nanoapc.engine.step_batch import StepBatch
-from nanoapc.engine.transfer import Event, Transfer
+from nanoapc.engine.transfer import Transfer
 from nanoapc.kernels import FixedWorkKernels
 from nanoapc.layers.sampler import SampledTokens, Sampler, SamplingRows, TokenLogprobs
 from nanoapc.models.decoder import CausalLM
@@ -51,7 +51,7 @@ class InFlight:
     rows: SamplingRows | None
     sampled: SampledTokens | None
     prompt_scores: list[tuple[Sequence, TokenLogprobs]]
-    arrived: Event | None
+    arrived: torch.cuda.Event | None
     dtype: torch.dtype
 
     def wait(self) -> np.ndarray:
@@ -101,11 +101,7 @@ class ModelRunner:
     """Runs steps of one model on one device.
 
     Args:
-        model: the loaded model.
-        sampler: turns logits into tokens.
-        planner: turns block tables into tiles.
         kv_memory: [NB, L, 2, Hkv, B, D].
-        transfer: moves what a step needs to the device, and what it gives back.
         max_num_seqs: samples of a step, at most.
 
     Attributes:
@@ -132,7 +128,7 @@ class ModelRunner:
         self.graphs: DecodeGraphs | None = None
         self._rows: tuple[int, SamplingRows] | None = None  # of the last named composition
 
-    def capture_graphs(self, backend: Backend, max_blocks: int) -> None:
+    def capture_graphs(self, backend: CudaBackend, max_blocks: int) -> None:
         """From now on decode steps are replayed; max_blocks: width of the widest block table."""
         assert isinstance(self.kernels, FixedWorkKernels), "attention must be able to replay with other work"
         sizes = (len(self.last_tokens), max_blocks)

@@ -6,7 +6,6 @@ Invariant: a request is finished when all of its n sequences are; its output lis
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ class Call:
 
     source: Iterator[list[Sequence]] | None = None  # sequences still to be submitted
     pending: dict[str, Request] = field(default_factory=dict)
-    finished: deque[RequestOutput] = field(default_factory=deque)
+    finished: list[RequestOutput] = field(default_factory=list)
     error: BaseException | None = None  # what ended a step of another caller, and our requests with it
     left: bool = False  # its caller has gone
 
@@ -54,11 +53,11 @@ class OutputStream:
 class Request:
     """One prompt and its n sequences."""
 
-    request_id: str  # unique in the engine
     index: int  # the place of its prompt in the caller's list
     prompt: Prompt
     params: SamplingParams
     call: Call  # whom the finished output is for
+    request_id: str = ""  # unique in the engine, which gives it
     sequences: list[Sequence] = field(default_factory=list)
     arrival_time: float = 0.0  # as in RequestMetrics
     first_token_time: float | None = None
@@ -70,12 +69,7 @@ class Request:
 
 
 def make_sequences(
-    request: Request,
-    first_seq_id: int,
-    max_model_len: int,
-    seed: int,
-    state: SamplerState | None,
-    tokenizer: Any,
+    request: Request, first_seq_id: int, max_model_len: int, seed: int, state: SamplerState | None, tokenizer: Any
 ) -> list[Sequence]:
     """The n sequences of a request; the i-th has a seed of its own, the first the request's.
 

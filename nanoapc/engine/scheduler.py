@@ -45,10 +45,8 @@ class Scheduler:
     """Decides, step by step, for one engine.
 
     Args:
-        manager: the blocks.
         table: its rows are the sequences that may run at once.
         max_num_batched_tokens: the token budget of a step.
-        eos_token_ids: the model's end-of-text ids.
     """
 
     def __init__(
@@ -121,16 +119,13 @@ class Scheduler:
             return None
         self.manager.begin_step(in_flight=ahead)
         table.num_scheduled_tokens[rows] = todo
-        copies: list[tuple[int, int, int]] = []
-        if fits:
-            if len(short):
-                block_ids = self.manager.grow_each([sequences[i] for i in short.tolist()])
-                table.append_blocks(rows[short], block_ids)
-            self._index_filled(rows, sequences, ends)
-            copies = self._admit(self.max_num_batched_tokens - int(todo.sum()))
-        else:
+        if not fits:
             self._grow_or_preempt()
-            self._index_filled(rows, sequences, ends)
+        elif len(short):
+            block_ids = self.manager.grow_each([sequences[i] for i in short.tolist()])
+            table.append_blocks(rows[short], block_ids)
+        self._index_filled(rows, sequences, ends)
+        copies = self._admit(self.max_num_batched_tokens - int(todo.sum())) if fits else []
         assert ahead or self.running or not self.waiting, "an empty pool must hold any single sequence"
         rows, sequences, key = self._scheduled_rows()
         if not sequences:
@@ -315,7 +310,9 @@ class Scheduler:
         table.tokens[rows, lengths - 1] = token_ids
         if self._unsettled is batch:
             self._unsettled = None
-        self._count_step(batch, len(live) - len(samples), int((token_ids >= 0).sum()))
+        self.stats.computed_tokens += batch.num_tokens - (len(live) - len(samples))  # without surplus rows
+        self.stats.computed_prompt_tokens += batch.num_prompt_rows
+        self.stats.generated_tokens += int((token_ids >= 0).sum())
         ended = (lengths >= table.length_limit[rows]) | (token_ids < 0)
         ended |= (lengths >= table.eos_after[rows]) & (token_ids[:, None] == self._eos).any(axis=1)
         ended |= table.needs_every_token[rows]
@@ -339,11 +336,6 @@ class Scheduler:
         full = np.flatnonzero(lengths % self.manager.block_size == 0)
         for i in full[self.table.admission[rows[full]] != self.table.NEVER].tolist():
             self.manager.index_blocks(batch.sequences[samples[i]], self.table.tokens[rows[i]], int(lengths[i]))
-
-    def _count_step(self, batch: StepBatch, num_surplus: int, num_generated: int) -> None:
-        self.stats.computed_tokens += batch.num_tokens - num_surplus
-        self.stats.computed_prompt_tokens += batch.num_prompt_rows
-        self.stats.generated_tokens += num_generated
 
     def _ends(self, seq: Sequence, length: int, token_id: int) -> bool:
         """Whether the token, the last of `length`, ends the sequence; sets its finish and stop reason."""

@@ -10,7 +10,7 @@ ahead of the device. What `fetch` returns may be read once its event has passed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,18 +22,6 @@ ALIGNMENT = 64
 """Of each array in a buffer, in bytes: kernels are compiled for aligned pointers."""
 
 
-class Event(Protocol):
-    """A place in the device's queue of work."""
-
-    def record(self) -> None:
-        """The place is after all that has been queued so far."""
-        ...
-
-    def synchronize(self) -> None:
-        """Waits until the device has got there; at once if it was never recorded."""
-        ...
-
-
 class Transfer:
     """On the CPU there is nothing to move."""
 
@@ -41,7 +29,7 @@ class Transfer:
         """The arrays as tensors on the device."""
         return [torch.from_numpy(array) for array in arrays]
 
-    def fetch(self, values: Any) -> tuple[Any, Event | None]:
+    def fetch(self, values: Any) -> tuple[Any, torch.cuda.Event | None]:
         """Tensors on the device, in (named) tuples and lists, to the host; the event says when they are there."""
         return values, None
 
@@ -57,7 +45,7 @@ class PinnedTransfer(Transfer):
     def _pinned(self, num_bytes: int) -> Tensor:
         return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
-    def _event(self) -> Event:
+    def _event(self) -> torch.cuda.Event:
         return torch.cuda.Event()
 
     def _upload(self, buffer: Tensor) -> Tensor:
@@ -67,7 +55,7 @@ class PinnedTransfer(Transfer):
         """The arrays as tensors on the device, all with one copy."""
         ends = np.cumsum([-(-array.nbytes // ALIGNMENT) * ALIGNMENT for array in arrays]).tolist()
         buffer, event = self._ring[self._turn]
-        event.synchronize()
+        event.synchronize()  # at once, if it was never recorded
         if buffer.numel() < ends[-1]:
             buffer = self._pinned(2 * ends[-1])
             self._ring[self._turn] = buffer, event
@@ -84,7 +72,7 @@ class PinnedTransfer(Transfer):
             for piece, dtype, array in zip(pieces, dtypes, arrays, strict=True)
         ]
 
-    def fetch(self, values: Any) -> tuple[Any, Event | None]:
+    def fetch(self, values: Any) -> tuple[Any, torch.cuda.Event | None]:
         """See Transfer. PyTorch gives pinned memory to others only when the copy into it has happened."""
         fetched, event = self._to_host(values), self._event()
         event.record()

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
     from nanoapc.engine.attention_plan import AttentionPlan
+    from nanoapc.kernels.attention_work import AttentionWork
 
 PackedLinear = Callable[[Tensor], Tensor]
 
@@ -47,15 +47,12 @@ class Kernels(Protocol):
         gated: the outputs' first half gates the second, the function gives silu(first) * second [T, out / 2].
         shared: the weight is a tied embedding, which is needed unpacked, so packing it would make a second copy.
         """
-        ...
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, h], weight [h] -> [T, h]. Normalises in float32, casts to x.dtype, then multiplies by weight."""
-        ...
+    def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x, residual [T, h], weight [h] -> (norm(x + residual), x + residual); without a residual (norm(x), x).
 
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x, residual [T, h] -> (rms_norm(x + residual), x + residual)."""
-        ...
+        Normalises in float32, casts to x.dtype, then multiplies by weight.
+        """
 
     def rope_and_store(
         self,
@@ -73,26 +70,21 @@ class Kernels(Protocol):
         qkv [T, (H + 2 * Hkv) * D]; positions, slots [T] int64; cos_sin [max_len, D] float32 (first half
         cos, second half sin); q_norm, k_norm [D] or None; kv_cache [NB, 2, Hkv, B, D] is written.
         """
-        ...
 
     def attention(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         """q [T, H, D], kv_cache [NB, 2, Hkv, B, D] -> [T, H, D]; K/V are read from the cache alone."""
-        ...
 
     def copy_blocks(self, kv_memory: Tensor, copies: Sequence[tuple[int, int, int]]) -> None:
         """(source block, destination block, num_tokens): copies the first tokens of a block, all layers, in order."""
-        ...
 
     def argmax(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """logits [n, V] -> the greatest of each row [n] float32 (NaN if there is one), and the first id that has it."""
-        ...
 
     def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
         """logits [n, V] float32, seeds and positions [n] int64 -> ids [n] int64 = argmax(logits + noise).
 
         The noise is a function of (seed, position, id) alone, see `reference.gumbel_noise`.
         """
-        ...
 
     def keep_top(self, x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         """x [m, V] float32 -> the same with -inf outside the top_k [m] int64 and top_p [m] float64 sets.
@@ -101,32 +93,15 @@ class Kernels(Protocol):
         an id is kept while those before it have less than this share of the whole. Ties go to the lowest id. Masses are
         the integers of `reference_sampling.fixed_weights`, so every device keeps the same set.
         """
-        ...
 
     def largest(self, x: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """x [m, V] float32 -> the k largest of each row and their ids, both [m, k], ties in the order of ids."""
-        ...
 
     def logprobs(self, logits: Tensor, ids: Tensor, num_valid_ids: int) -> tuple[Tensor, Tensor]:
         """logits [r, V] float32, ids [r, k] int64 -> their log-probs over all V [r, k], and a rank [r] int64.
 
         The rank (1 is the best) is that of the first of each row's ids among the ids below num_valid_ids.
         """
-        ...
-
-
-class FixedWork(Protocol):
-    """Attention's work in a buffer of fixed size on the device, so that a captured graph can replay with other work."""
-
-    buffer: Tensor
-
-    def cut(self, tiles: np.ndarray) -> Any:
-        """The tiles of a plan -> items of work, on the host."""
-        ...
-
-    def pack(self, cut: Any) -> np.ndarray | None:
-        """What the buffer must hold for these items; None where they are too many."""
-        ...
 
 
 @runtime_checkable
@@ -135,11 +110,9 @@ class FixedWorkKernels(Protocol):
 
     def decode_capacities(self, num_rows: int, num_kv_heads: int, max_len: int, shared: bool) -> list[tuple[int, ...]]:
         """Capacities that are worth a graph of their own, the smallest first; shared: for tiles of many rows, too."""
-        ...
 
-    def prepare(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, capacity: tuple[int, ...]) -> FixedWork:
+    def prepare(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, capacity: tuple[int, ...]) -> AttentionWork:
         """The work of a plan with this capacity, to be put into the plan; of q and kv_cache only shapes count."""
-        ...
 
 
 def upload(values: Tensor, device: torch.device) -> Tensor:

@@ -151,15 +151,17 @@ template <typename T> void normalise(const float* x, const T* weight, int64_t n,
   }
 }
 
-// residual nullptr: plain norm; otherwise total receives x + residual
-void norm_rows(const Tensor& x, const Tensor* residual, const Tensor& weight, double eps, Tensor& out, Tensor* total) {
+// (norm(x + residual), x + residual); without a residual (norm(x), x itself)
+std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const std::optional<Tensor>& residual, const Tensor& weight,
+                                    double eps) {
   TORCH_CHECK(x.is_contiguous() && (!residual || residual->is_contiguous()), "rms_norm: inputs must be contiguous");
+  Tensor out = at::empty_like(x), total = residual ? at::empty_like(x) : x;
   const int64_t n = x.size(-1), num_rows = n ? x.numel() / n : 0;
   for_dtype(x, [&](auto zero) {
     using T = decltype(zero);
     const T *xp = x.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
     const T* rp = residual ? residual->const_data_ptr<T>() : nullptr;
-    T *op = out.mutable_data_ptr<T>(), *tp = total ? total->mutable_data_ptr<T>() : nullptr;
+    T *op = out.mutable_data_ptr<T>(), *tp = residual ? total.mutable_data_ptr<T>() : nullptr;
     for_rows(num_rows, n, [&](int64_t row) {
       float* wide = scratch<float>(RESULT, n);
       if (rp) {
@@ -175,17 +177,6 @@ void norm_rows(const Tensor& x, const Tensor* residual, const Tensor& weight, do
       convert(wide, n, op + row * n);
     });
   });
-}
-
-Tensor rms_norm(const Tensor& x, const Tensor& weight, double eps) {
-  Tensor out = at::empty_like(x);
-  norm_rows(x, nullptr, weight, eps, out, nullptr);
-  return out;
-}
-
-std::tuple<Tensor, Tensor> add_rms_norm(const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
-  Tensor out = at::empty_like(x), total = at::empty_like(x);
-  norm_rows(x, &residual, weight, eps, out, &total);
   return {out, total};
 }
 
@@ -258,8 +249,7 @@ TORCH_LIBRARY(nanoapc_cpu, m) {
   m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int num_outputs, bool gated) -> Tensor", &packed_linear);
   m.def("attention(Tensor q, Tensor kv_cache, Tensor tiles, Tensor positions, Tensor block_tables, int[] level_starts, "
         "float scale, bool amx) -> Tensor", &attention);
-  m.def("rms_norm(Tensor x, Tensor weight, float eps) -> Tensor", &rms_norm);
-  m.def("add_rms_norm(Tensor x, Tensor residual, Tensor weight, float eps) -> (Tensor, Tensor)", &add_rms_norm);
+  m.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor)", &rms_norm);
   m.def("rope_and_store(Tensor qkv, Tensor positions, Tensor cos_sin, Tensor? q_norm, Tensor? k_norm, float eps, "
         "Tensor kv_cache, Tensor slots) -> Tensor", &rope_and_store);
   m.def("copy_blocks(Tensor kv_memory, int[] copies) -> ()", &copy_blocks);

@@ -19,7 +19,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoapc.kernels import PackedLinear
 from nanoapc.kernels.reference import ReferenceKernels
 from nanoapc.kernels.reference_sampling import largest, logprobs
 
@@ -59,6 +60,8 @@ class CpuKernels:
     """
 
     max_tile_rows = 128
+    largest = staticmethod(largest)
+    logprobs = staticmethod(logprobs)
 
     def __init__(self, matrix_unit: bool = True):
         with LOADING:
@@ -67,22 +70,16 @@ class CpuKernels:
         self.matrix_unit = matrix_unit and bool(self._ops.has_amx())
         self.name = "cpu with matrix unit" if self.matrix_unit else "cpu"
         self._attention = self._ops.attention.default
-        self.rms_norm: Callable[[Tensor, Tensor, float], Tensor] = self._ops.rms_norm.default
-        self.add_rms_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]] = (
-            self._ops.add_rms_norm.default
-        )
-        self.argmax: Callable[[Tensor], tuple[Tensor, Tensor]] = self._ops.argmax.default
-        self.rope_and_store: Callable[..., Tensor] = self._ops.rope_and_store.default
-        self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
-        self.logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = logprobs
+        self.rms_norm = self._ops.rms_norm.default
+        self.argmax = self._ops.argmax.default
+        self.rope_and_store = self._ops.rope_and_store.default
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
-    ) -> Callable[[Tensor], Tensor]:
-        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out], or to silu(gate) * up [T, out / 2].
+    ) -> PackedLinear:
+        """For the matrix unit a weight is packed, unless it is shared; otherwise it is used where it lies.
 
-        For the matrix unit a weight is packed, unless it is shared; otherwise it is used where it lies. Sizes that are
-        no multiple of 32 make a padded copy.
+        Sizes that are no multiple of 32 make a padded copy.
         """
         num_outputs, num_inputs = weight.shape[0] // (1 + gated), weight.shape[1]
         if gated and (rows := -num_outputs % 16):  # so that gate and up begin with a group of 16 rows
@@ -102,20 +99,16 @@ class CpuKernels:
         return lambda x: packed_op(x, packed, bias, num_outputs, gated)
 
     def attention(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-        """q [T, H, D], kv_cache [NB, 2, Hkv, B, D] -> [T, H, D]."""
         step = (plan.tiles, plan.positions, plan.block_tables, plan.level_starts)
         return self._attention(q, kv_cache, *step, scale, self.matrix_unit)
 
     def copy_blocks(self, kv_memory: Tensor, copies: Sequence[tuple[int, int, int]]) -> None:
-        """(source, destination, num_tokens): the first tokens of a block, all layers, in list order."""
         self._ops.copy_blocks(kv_memory, [number for copy in copies for number in copy])
 
     def gumbel_argmax(self, logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-        """argmax(logits + noise) per row [n] int64, see `reference.gumbel_noise`."""
         return self._ops.gumbel_argmax(logits.contiguous(), seeds, positions)
 
     def keep_top(self, x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-        """x [m, V] float32 -> -inf outside the top_k [m] and top_p [m] sets."""
         return self._ops.keep_top(x.contiguous(), top_k, top_p)
 
 

@@ -6,7 +6,6 @@ one shape serves all, products have one configuration for each weight, and so do
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoapc.engine.attention_plan import SPAN
+from nanoapc.kernels import PackedLinear
 from nanoapc.kernels.attention_work import PROGRAMS_PER_SM, AttentionWork, TileCutter
 from nanoapc.kernels.reference_sampling import argmax
 from nanoapc.kernels.triton_attention import Shape, attention_shape, launch_attention
@@ -36,39 +36,30 @@ class TritonKernels:
     """
 
     max_tile_rows = 1 << 20  # `TileCutter` cuts them to the shapes it has
+    copy_blocks = staticmethod(copy_blocks)
+    rms_norm = staticmethod(rms_norm)
+    rope_and_store = staticmethod(rope_and_store)
+    argmax = staticmethod(argmax)
+    gumbel_argmax = staticmethod(gumbel_argmax)
+    keep_top = staticmethod(keep_top)
+    largest = staticmethod(largest)
+    logprobs = staticmethod(logprobs)
 
     def __init__(self, capability: int = 80, num_sms: int = 108, deterministic: bool = False):
         self.capability = capability
         self.num_sms = num_sms
         self.deterministic = deterministic
         self.name = f"triton sm_{capability}" + ", deterministic" * deterministic
-        self.copy_blocks: Callable[[Tensor, Sequence[tuple[int, int, int]]], None] = copy_blocks
-        self.rope_and_store: Callable[..., Tensor] = rope_and_store
-        self.argmax: Callable[[Tensor], tuple[Tensor, Tensor]] = argmax
-        self.gumbel_argmax: Callable[[Tensor, Tensor, Tensor], Tensor] = gumbel_argmax
-        self.keep_top: Callable[[Tensor, Tensor, Tensor], Tensor] = keep_top
-        self.largest: Callable[[Tensor, int], tuple[Tensor, Tensor]] = largest
-        self.logprobs: Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor]] = logprobs
         self._prepared: tuple[AttentionPlan, AttentionWork] | None = None
         self._cutter = TileCutter(1, 1, 1)
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
-    ) -> Callable[[Tensor], Tensor]:
-        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out], or to silu(gate) * up [T, out / 2]."""
+    ) -> PackedLinear:
         linear = fixed_linear(weight, bias) if self.deterministic else partial(F.linear, weight=weight, bias=bias)
         return (lambda x: silu_and_mul(linear(x))) if gated else linear
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x [T, h] -> x / rms(x) * weight."""
-        return rms_norm(x, None, weight, eps)[0]
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """x, residual [T, h] -> (rms_norm(x + residual), x + residual)."""
-        return rms_norm(x, residual, weight, eps)
-
     def attention(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
-        """q [T, H, D], kv_cache [NB, 2, Hkv, B, D] -> [T, H, D]."""
         work = plan.work
         if work is None:
             if self._prepared is None or self._prepared[0] is not plan:

@@ -12,13 +12,14 @@ Attention works on a row's running state, so that its KV range may come in any n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoapc.kernels import PackedLinear
 from nanoapc.kernels.reference_sampling import argmax, keep_top, largest, logprobs
 
 if TYPE_CHECKING:
@@ -42,9 +43,7 @@ class ReferenceKernels:
 
     def pack_linear(
         self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
-    ) -> Callable[[Tensor], Tensor]:
-        """weight [out, in], bias [out] -> a function from x [T, in] to [T, out], or to silu(gate) * up [T, out / 2]."""
-
+    ) -> PackedLinear:
         def linear(x: Tensor) -> Tensor:
             out = F.linear(x, weight, bias)
             if not gated:
@@ -54,16 +53,12 @@ class ReferenceKernels:
 
         return linear
 
-    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """x / rms(x) over the last dimension, in float32; cast to x.dtype; times weight."""
-        wide = x.float()
+    def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x / rms(x) over the last dimension, in float32; cast to x.dtype; times weight. The sum is in x.dtype, too."""
+        total = x if residual is None else x + residual
+        wide = total.float()
         normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
-        return weight * normed.to(x.dtype)
-
-    def add_rms_norm(self, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-        """(rms_norm(x + residual), x + residual), the sum in x.dtype."""
-        total = x + residual
-        return self.rms_norm(total, weight, eps), total
+        return weight * normed.to(x.dtype), total
 
     def rope_and_store(
         self,
@@ -80,8 +75,8 @@ class ReferenceKernels:
         num_kv_heads, block_size, head_dim = kv_cache.shape[2:]
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         q, k, v = heads.split([heads.shape[1] - 2 * num_kv_heads, num_kv_heads, num_kv_heads], dim=1)
-        q = self.rms_norm(q, q_norm, eps) if q_norm is not None else q
-        k = self.rms_norm(k, k_norm, eps) if k_norm is not None else k
+        q = self.rms_norm(q, None, q_norm, eps)[0] if q_norm is not None else q
+        k = self.rms_norm(k, None, k_norm, eps)[0] if k_norm is not None else k
         cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)  # [T, 1, D / 2] float32
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         kept = slots >= 0
@@ -104,7 +99,6 @@ class ReferenceKernels:
         return (state[2] / state[1].unsqueeze(-1)).to(q.dtype)
 
     def copy_blocks(self, kv_memory: Tensor, copies: Sequence[tuple[int, int, int]]) -> None:
-        """(source, destination, num_tokens): the first tokens of a block, all layers, in order."""
         for source, destination, num_tokens in copies:
             kv_memory[destination, ..., :num_tokens, :] = kv_memory[source, ..., :num_tokens, :]
 

@@ -45,7 +45,7 @@ def fixed_weights(x: Tensor) -> Tensor:
 
 
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """x [m, V] float32 -> the k largest of each row and their ids, both [m, k], ties in the order of ids."""
+    """See `Kernels`."""
     V = x.shape[1]
     if 8 * k >= V:
         values, ids = x.sort(dim=-1, descending=True, stable=True)

@@ -33,7 +33,7 @@ def _norm_kernel(x, residual, weight, out, total, size, eps, HAS_RESIDUAL: tl.co
 
 
 def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """x, residual [T, h] -> (rms_norm(x + residual) * weight, x + residual); without a residual, of x alone."""
+    """See `Kernels`."""
     num_rows, size = x.shape
     x = x.contiguous()
     out, total = torch.empty_like(x), x if residual is None else torch.empty_like(x)

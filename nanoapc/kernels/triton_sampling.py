@@ -146,7 +146,7 @@ def _keep_top_kernel(x, top_k, top_p, out, num_ids, TILE: tl.constexpr):
 
 
 def keep_top(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
-    """x [m, V] -> the same with -inf outside the top_k [m] and top_p [m] sets; see `Kernels`."""
+    """See `Kernels`."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if len(x):
@@ -155,7 +155,7 @@ def keep_top(x: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 
 def largest(x: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """x [m, V] -> the k largest of each row and their ids, ties in the order of ids."""
+    """See `Kernels`."""
     x = keep_top(x, torch.full(x.shape[:1], k, device=x.device), torch.ones(x.shape[:1], device=x.device).double())
     return in_order(*x.topk(k, dim=-1))
 
@@ -183,7 +183,7 @@ def _logprob_kernel(logits, ids, id_stride, peaks, sums, ranks, num_ids, num_val
 
 
 def logprobs(logits: Tensor, ids: Tensor, num_valid_ids: int) -> tuple[Tensor, Tensor]:
-    """logits [r, V], ids [r, k] -> their log-probs [r, k] over all V, and the rank [r] of each row's first id."""
+    """See `Kernels`."""
     logits, ranks = logits.contiguous(), ids.new_empty(len(ids))
     peaks, sums = logits.new_empty(2, len(logits), 1)
     if len(logits):
@@ -227,7 +227,7 @@ def _gumbel_kernel(logits, seeds, positions, keys, num_ids, PIECE: tl.constexpr)
 
 
 def gumbel_argmax(logits: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
-    """logits [n, V] float32, seeds and positions [n] int64 -> ids [n] int64."""
+    """See `Kernels`."""
     num_rows, num_ids = logits.shape
     keys = seeds.new_empty(num_rows, triton.cdiv(num_ids, PIECE))
     if num_rows:

@@ -22,6 +22,4 @@ class RMSNorm(Layer):
 
     def forward(self, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
         """x, residual [T, size] -> (norm(x + residual), x + residual); without a residual (norm(x), x)."""
-        if residual is None:
-            return self.kernels.rms_norm(x, self.weight, self.eps), x
-        return self.kernels.add_rms_norm(x, residual, self.weight, self.eps)
+        return self.kernels.rms_norm(x, residual, self.weight, self.eps)

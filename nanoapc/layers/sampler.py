@@ -18,6 +18,7 @@ import copy
 import math
 from array import array
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
@@ -28,6 +29,12 @@ from nanoapc.kernels import Kernels, upload
 from nanoapc.sampling_params import SamplingParams
 
 NEG_INF = float("-inf")
+
+
+def request_seed(engine_seed: int, name: object) -> int:
+    """The signed 64-bit seed of a request that brings none; its name is its number, or what else tells it apart."""
+    data = f"{engine_seed}/{name}".encode(errors="surrogatepass")
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
 
 
 def sequence_seed(seed: int, index: int) -> int:

@@ -42,12 +42,7 @@ class DecoderLayer(Layer):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels)
 
     def forward(
-        self,
-        hidden: Tensor,
-        residual: Tensor | None,
-        cos_sin: Tensor,
-        kv_cache: Tensor,
-        plan: AttentionPlan,
+        self, hidden: Tensor, residual: Tensor | None, cos_sin: Tensor, kv_cache: Tensor, plan: AttentionPlan
     ) -> tuple[Tensor, Tensor]:
         """hidden [T, hidden_size] is what is to be added to `residual` (None: the stream starts here)."""
         hidden, residual = self.input_layernorm(hidden, residual)
@@ -89,8 +84,6 @@ class CausalLM(Layer):
     """A decoder with a language-model head. Families subclass it to say how their config.json is to be read.
 
     Args:
-        config: the model's shape.
-        kernels: the device's functions.
         max_len: positions that the rotary table covers, so the longest sequence.
         device: where the rotary table lives; the weights are only declared here, see `models/weights.py`.
     """
@@ -117,10 +110,6 @@ class CausalLM(Layer):
     def variant(cls, raw: Mapping[str, Any]) -> Variant:
         """What this family makes of a config.json (defaults filled in)."""
         raise NotImplementedError
-
-    def tie_head(self) -> None:
-        """Makes the embedding the head's weight too (tie_word_embeddings), ready to be packed."""
-        self.lm_head.weight = self.model.embed_tokens.weight  # type: ignore[assignment]
 
     def forward(self, token_ids: Tensor, kv_memory: Tensor, plan: AttentionPlan) -> Tensor:
         """One step: computes T tokens, writes their K and V, returns their hidden states.

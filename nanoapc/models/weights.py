@@ -232,5 +232,5 @@ def _fill(
         if isinstance(module, Linear) and waiting[module] == 0:
             module.pack(model.kernels)
     if model.config.tie_word_embeddings:
-        model.tie_head()
+        model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[assignment]
         model.lm_head.pack(model.kernels, shared=True)
