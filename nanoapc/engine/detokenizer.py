@@ -70,13 +70,9 @@ class TokenText:
         self._texts: dict[int, str] = {}  # a call of the tokenizer takes longer than a token of a small model
 
     def __call__(self, token_id: int) -> str:
-        if (text := self._texts.get(token_id)) is None:
-            text = self._decode([*self._before, token_id])
-            # A text that begins otherwise: the token has changed what stands before it.
-            is_behind = text.startswith(self._text_before)
-            text = text[len(self._text_before) :] if is_behind else self._decode([token_id])
-            self._texts[token_id] = text
-        return text
+        if token_id not in self._texts:
+            self._texts[token_id] = self._decode([*self._before, token_id])[len(self._text_before) :]
+        return self._texts[token_id]
 
 
 class Detokenizer:
