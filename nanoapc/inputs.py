@@ -88,9 +88,9 @@ def as_prompt_list(prompts: PromptType | Iterable[PromptType]) -> list[PromptTyp
 
 
 def _for_all(params: Any) -> SamplingParams | None:
-    """A copy of the SamplingParams of all prompts; None if these are one for each."""
+    """The SamplingParams of all prompts; None if these are one for each."""
     if isinstance(params, SamplingParams):
-        return params.clone()
+        return params
     if isinstance(params, Mapping) or not isinstance(params, Iterable):
         raise ValueError(f"sampling_params is {short(params)}; it must be a SamplingParams, or one for each prompt")
     return None
@@ -100,7 +100,7 @@ def pair_as_they_come(prompts: Any, params: Any) -> Iterator[tuple[Any, Sampling
     """(prompt, its SamplingParams), read one by one; ValueError where one of the two ends before the other."""
     prompts, one = _unwrapped(prompts), _for_all(params)
     prompts = [prompts] if _is_one(prompts) else prompts
-    return _in_step(prompts, params) if one is None else zip(prompts, repeat(one))
+    return _in_step(prompts, params) if one is None else zip(prompts, repeat(one.clone()))
 
 
 def _in_step(prompts: Iterable[Any], params: Iterable[SamplingParams]) -> Iterator[tuple[Any, SamplingParams]]:
@@ -174,7 +174,7 @@ class InputProcessor:
             if id(item) not in copies:
                 copies[id(item)] = item.clone()
                 try:
-                    item.verify(self.num_valid_ids, self.tokenizer)
+                    copies[id(item)].verify(self.num_valid_ids, self.tokenizer)
                 except ValueError as error:
                     raise ValueError(f"sampling_params of prompt {index}: {error}") from None
         return [copies[id(item)] for item in pairs]

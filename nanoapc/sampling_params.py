@@ -152,11 +152,6 @@ class SamplingParams:
         return _bad_words_ids(tuple(self.bad_words), weakref.ref(tokenizer))
 
 
-KINDS = {item.name: str(item.type) for item in fields(SamplingParams)}
-"""The type of each parameter, which says how it is checked (see CHECKS)."""
-UNSUPPORTED = [name for name in SamplingParams.__dataclass_fields__ if name not in KINDS]
-
-
 @lru_cache(maxsize=1024)  # requests by the thousand have the same words
 def _bad_words_ids(words: tuple[str, ...], reference: weakref.ref[Any]) -> tuple[tuple[int, ...], ...]:
     """See `SamplingParams.bad_words_ids`. A weak reference: what is kept here keeps no tokenizer."""
@@ -283,3 +278,7 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
     "Mapping[int, float]": _bias,
 }
 """What a field of this type must be, and what becomes of it. (A type with "| None" allows None, too.)"""
+KINDS = {item.name: str(item.type) for item in fields(SamplingParams)}
+"""The type of each parameter."""
+UNSUPPORTED = [name for name in SamplingParams.__dataclass_fields__ if name not in KINDS]
+"""Parameters of vLLM that may be None and nothing else."""

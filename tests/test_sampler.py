@@ -28,7 +28,8 @@ class Row:
 
     def __init__(self, params, prompt=(), output=(), seed=0, eos=(), bad_words=()):
         self.params, self.seed = params, seed
-        self.state = make_state(params, prompt, eos, bad_words)
+        state = make_state(params, eos, bad_words)
+        self.state = state and state.for_prompt(prompt)
         for token_id in output:
             if self.state is not None:
                 self.state.output_ids.append(token_id)
@@ -356,9 +357,9 @@ def test_rows_without_edits_have_no_state():
         GREEDY,
         SamplingParams(top_k=5, stop_token_ids=[1], min_p=0.1, logprobs=3),
     ):
-        assert make_state(params, [1, 2], eos_token_ids=[3]) is None
-    assert make_state(SamplingParams(min_tokens=2), [1]) is None  # nothing could stop it
-    assert make_state(SamplingParams(min_tokens=2), [1], eos_token_ids=[3]) is not None
+        assert make_state(params, eos_token_ids=[3]) is None
+    assert make_state(SamplingParams(min_tokens=2)) is None  # nothing could stop it
+    assert make_state(SamplingParams(min_tokens=2), eos_token_ids=[3]) is not None
 
 
 def test_ids_of_a_padded_vocabulary_are_never_emitted():

@@ -384,7 +384,7 @@ def test_the_sampler_never_waits_for_the_device_and_equals_the_reference(monkeyp
         ]
     ]
     for chosen in (params, params[3:5], params[:1]):  # some rows draw and some are ranked, all, none
-        rows = [(p, make_state(p, []), seed) for seed, p in enumerate(2 * chosen)]
+        rows = [(p, make_state(p), seed) for seed, p in enumerate(2 * chosen)]
         batch = SamplingRows(rows, num_ids)
         batch.positions = torch.arange(len(rows))
         monkeypatch.setattr(sampler, "upload", None)  # nothing goes to the device, either

@@ -218,7 +218,7 @@ def check_sampling(check: Check) -> None:
 def sampler_run(check: Check, logits: Tensor, positions: Tensor, params: list[SamplingParams]) -> Callable[[], Any]:
     """Samples a row of logits for each of params, which are repeated."""
     some = [params[i % len(params)] for i in range(len(logits))]
-    rows = SamplingRows([(p, make_state(p, []), i) for i, p in enumerate(some)], logits.shape[1], check.device)
+    rows = SamplingRows([(p, make_state(p), i) for i, p in enumerate(some)], logits.shape[1], check.device)
     rows.positions = positions
     return lambda: Sampler(check.kernels, logits.shape[1]).forward(logits, rows)
 

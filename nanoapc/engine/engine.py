@@ -163,7 +163,7 @@ class Engine:
         most = min(budget, config.max_num_seqs * self.inputs.max_model_len)
         batch = largest_batch(most, config.max_num_seqs, config.block_size, params)
         for seq in batch.sequences:
-            seq.sampler_state = make_state(params, ())
+            seq.sampler_state = make_state(params)
         runner = self._make_runner(model, num_blocks=1)
         return measure_memory(self.device, lambda: runner.launch(batch), graphs)
 
@@ -193,7 +193,7 @@ class Engine:
                 seed = request_seed(self.config.seed, number)
             if (key := id(request.params)) not in states:
                 bad_words = request.params.bad_words_ids(tokenizer) if request.params.bad_words else ()
-                states[key] = make_state(request.params, (), self.eos_token_ids, bad_words)
+                states[key] = make_state(request.params, self.eos_token_ids, bad_words)
             request.sequences = make_sequences(
                 request, first_seq_id, self.inputs.max_model_len, seed, states[key], tokenizer
             )

@@ -54,13 +54,12 @@ class SamplerState:
     def __init__(
         self,
         params: SamplingParams,
-        prompt_token_ids: Sequence[int] | np.ndarray,
         stop_ids: Sequence[int],
         bad_words_ids: Sequence[Sequence[int]],
     ) -> None:
         bias = params.logit_bias or {}
         self.sees_prompt = params.repetition_penalty != 1
-        self._begin(prompt_token_ids)
+        self._begin(())
         self.bias_ids, self.bias_values = _ids(list(bias)), np.array(list(bias.values()), np.float32)
         self.allowed_ids = None if params.allowed_token_ids is None else _ids(params.allowed_token_ids)
         self.banned_ids = _ids([words[0] for words in bad_words_ids if len(words) == 1])
@@ -76,7 +75,7 @@ class SamplerState:
         self.prompt_ids = np.unique(_ids(prompt_token_ids if self.sees_prompt else ()))
 
     def for_prompt(self, prompt_token_ids: Sequence[int] | np.ndarray) -> SamplerState:
-        """The state of another sequence with the same parameters; it shares all that does not change."""
+        """The state of a new sequence with the same parameters; it shares all that does not change."""
         twin = copy.copy(self)
         twin._begin(prompt_token_ids)
         return twin
@@ -97,18 +96,17 @@ class SamplerState:
 
 def make_state(
     params: SamplingParams,
-    prompt_token_ids: Sequence[int] | np.ndarray,
     eos_token_ids: Sequence[int] = (),
     bad_words_ids: Sequence[Sequence[int]] = (),
 ) -> SamplerState | None:
-    """A sequence's state, or None if its logits are used as they are.
+    """The state of a sequence before it has a prompt (see `for_prompt`); None if its logits are used as they are.
 
     eos_token_ids: the model's; bad_words_ids: `params.bad_words_ids(tokenizer)`.
     """
     stop_ids = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
     edits = (params.logit_bias, params.allowed_token_ids, bad_words_ids, params.min_tokens and stop_ids)
     if params.has_penalties or any(edits):
-        return SamplerState(params, prompt_token_ids, stop_ids, bad_words_ids)
+        return SamplerState(params, stop_ids, bad_words_ids)
     return None
 
 
