@@ -272,7 +272,18 @@ def test_linear_equals_the_reference(kernels: Kernels, shape: tuple[int, int], d
         for b in (None, bias):
             out, expected = kernels.pack_linear(weight, b)(x), REFERENCE.pack_linear(weight, b)(x)
             torch.testing.assert_close(out, expected, **close(dtype))
-            assert torch.equal(kernels.pack_linear(weight, b, shared=True)(x), out)  # read where it lies
+
+
+@pytest.mark.parametrize("num_exponents", [1, 15, 16, 254])
+@pytest.mark.parametrize("shape", [(64, 64), (100, 70), (2080, 96)])
+def test_any_weight_is_kept_exactly(kernels: Kernels, shape: tuple[int, int], num_exponents: int) -> None:
+    bits = torch.randint(-(2**15), 2**15, shape, dtype=torch.int16) & ~0x7F80
+    weight = (bits | torch.randint(1, 1 + num_exponents, shape, dtype=torch.int16) << 7).view(torch.bfloat16)
+    weight[torch.rand(shape) < 0.1] = 0
+    linear = kernels.pack_linear(weight, None)
+    eye = torch.eye(shape[1], dtype=torch.bfloat16)
+    for num_rows in (1, 20, 33, shape[1]):  # each reads some of the weight, those from 33 on more than once
+        assert torch.equal(linear(eye[:num_rows]), weight.T[:num_rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

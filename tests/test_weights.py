@@ -238,7 +238,7 @@ class CountingKernels(ReferenceKernels):
         self.originals: list[weakref.ref[Any]] = []
         self.most_alive = 0
 
-    def pack_linear(self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False) -> Any:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, gated: bool = False) -> Any:
         self._count(weight)
         return super().pack_linear(weight.clone(), None if bias is None else bias.clone(), gated)
 

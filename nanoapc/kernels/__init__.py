@@ -39,13 +39,10 @@ class Kernels(Protocol):
     name: str
     max_tile_rows: int
 
-    def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
-    ) -> PackedLinear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, gated: bool = False) -> PackedLinear:
         """weight [out, in], bias [out] -> a function from x [T, in] to [T, out] that owns (its form of) the weight.
 
         gated: the outputs' first half gates the second, the function gives silu(first) * second [T, out / 2].
-        shared: the weight is a tied embedding, which is needed unpacked, so packing it would make a second copy.
         """
 
     def rms_norm(self, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -20,57 +20,49 @@ namespace nanoapc {
 
 // ---- linear ----
 
-// x [T, in], weight [rows padded to 32, in (amx: padded to 32)] -> [T, num_outputs]
+// x [T, in], weight [rows padded to 32, in] -> [T, num_outputs]
 // gated: rows of gate, then of up -> silu(gate) * up; num_outputs of each, a multiple of 16
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t num_outputs, bool gated,
-              bool amx) {
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, int64_t num_outputs,
+              bool gated) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.scalar_type() == weight.scalar_type() && weight.is_contiguous() &&
                   weight.size(0) >= (1 + gated) * num_outputs && weight.size(0) % 32 == 0 &&
-                  (weight.size(1) == x.size(1) || (amx && weight.size(1) == (x.size(1) + 31) / 32 * 32)),
+                  weight.size(1) == x.size(1),
               "linear: x ", x.sizes(), " does not fit the weight ", weight.sizes());
   Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   for_dtype(x, [&](auto zero) {
     using T = decltype(zero);
-    auto run = [&](const auto& outputs) {
-#ifdef NANOAPC_AMX
-      if constexpr (std::is_same_v<T, c10::BFloat16>)
-        if (amx && amx_available()) return linear_in_place<AmxEngine>(x, weight, outputs);
-#endif
-      linear_in_place<VectorEngine<T>>(x, weight, outputs);
-    };
     const T* b = bias ? bias->const_data_ptr<T>() : nullptr;
     T* o = out.mutable_data_ptr<T>();
-    gated ? run(Gated<T>{b, o, num_outputs}) : run(Plain<T>{b, o, num_outputs});
+    gated ? linear_in_place(x, weight, Gated<T>{b, o, num_outputs})
+          : linear_in_place(x, weight, Plain<T>{b, o, num_outputs});
   });
   return out;
 }
 
-// The same for a weight from pack_linear_weight; x [T, in padded to 32]
-Tensor packed_linear(const Tensor& x, const Tensor& packed, const std::optional<Tensor>& bias, int64_t num_outputs,
-                     bool gated) {
-  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.scalar_type() == at::kBFloat16 && amx_available() &&
-                  x.size(1) == packed.size(1) && (x.size(0) <= 1 || x.stride(0) >= x.size(1)),
-              "packed_linear: x ", x.sizes(), " does not fit ", packed.sizes());
-  Tensor out = at::empty({x.size(0), num_outputs}, x.options());
 #ifdef NANOAPC_AMX
+
+// weight [rows, in], both multiples of 32 -> see PackedWeight
+std::tuple<Tensor, Tensor, Tensor, Tensor> pack_linear_weight(const Tensor& weight, bool gated) {
+  TORCH_CHECK(weight.scalar_type() == at::kBFloat16 && weight.is_contiguous() && weight.size(0) % 32 == 0 &&
+                  weight.size(1) % 32 == 0, "pack_linear_weight: bad weight ", weight.sizes());
+  return pack_weight(weight, gated);
+}
+
+// The same as linear for a packed weight; x [T, in padded to 32]
+Tensor packed_linear(const Tensor& x, const Tensor& stream, const Tensor& escapes, const Tensor& starts,
+                     const Tensor& exponents, const std::optional<Tensor>& bias, int64_t num_outputs, bool gated) {
+  TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.scalar_type() == at::kBFloat16 &&
+                  x.size(1) == stream.size(1) * 32 && amx_available(), "packed_linear: x ", x.sizes(), " does not fit ", stream.sizes());
+  Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   using T = c10::BFloat16;
+  const PackedWeight weight{stream, escapes, starts, exponents};
   const T* b = bias ? bias->const_data_ptr<T>() : nullptr;
   T* o = out.mutable_data_ptr<T>();
-  gated ? linear_packed(x, packed, Gated<T>{b, o, num_outputs}) : linear_packed(x, packed, Plain<T>{b, o, num_outputs});
-#endif
+  gated ? linear_packed(x, weight, Gated<T>{b, o, num_outputs}) : linear_packed(x, weight, Plain<T>{b, o, num_outputs});
   return out;
 }
 
-Tensor pack_linear_weight(const Tensor& weight, bool gated) {
-  TORCH_CHECK(weight.scalar_type() == at::kBFloat16 && weight.is_contiguous() && weight.size(0) % 32 == 0 &&
-                  weight.size(1) % 32 == 0 && amx_available(), "pack_linear_weight: bad weight ", weight.sizes());
-  Tensor packed = at::empty_like(weight);
-#ifdef NANOAPC_AMX
-  using T = c10::BFloat16;
-  pack_weight(weight.const_data_ptr<T>(), weight.size(0), weight.size(1), gated, packed.mutable_data_ptr<T>());
 #endif
-  return packed;
-}
 
 // ---- attention ----
 
@@ -244,9 +236,12 @@ void copy_blocks(const Tensor& kv_memory, at::IntArrayRef copies) {
 
 TORCH_LIBRARY(nanoapc_cpu, m) {
   m.def("has_amx() -> bool", &amx_available);
-  m.def("linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs, bool gated, bool amx) -> Tensor", &linear);
-  m.def("pack_linear_weight(Tensor weight, bool gated) -> Tensor", &pack_linear_weight);
-  m.def("packed_linear(Tensor x, Tensor packed, Tensor? bias, int num_outputs, bool gated) -> Tensor", &packed_linear);
+  m.def("linear(Tensor x, Tensor weight, Tensor? bias, int num_outputs, bool gated) -> Tensor", &linear);
+#ifdef NANOAPC_AMX
+  m.def("pack_linear_weight(Tensor weight, bool gated) -> (Tensor, Tensor, Tensor, Tensor)", &pack_linear_weight);
+  m.def("packed_linear(Tensor x, Tensor stream, Tensor escapes, Tensor starts, Tensor exponents, Tensor? bias, "
+        "int num_outputs, bool gated) -> Tensor", &packed_linear);
+#endif
   m.def("attention(Tensor q, Tensor kv_cache, Tensor tiles, Tensor positions, Tensor block_tables, int[] level_starts, "
         "float scale, bool amx) -> Tensor", &attention);
   m.def("rms_norm(Tensor x, Tensor? residual, Tensor weight, float eps) -> (Tensor, Tensor)", &rms_norm);

@@ -34,7 +34,7 @@ from nanoapc.kernels.reference_sampling import largest, logprobs
 if TYPE_CHECKING:
     from nanoapc.engine.attention_plan import AttentionPlan
 
-HEADERS = ("cpu_vector.h", "cpu_matrix.h", "cpu_linear.h", "cpu_attention.h", "cpu_sampling.h")
+HEADERS = ("cpu_vector.h", "cpu_matrix.h", "cpu_weight.h", "cpu_linear.h", "cpu_attention.h", "cpu_sampling.h")
 SOURCES = [Path(__file__).parent / name for name in ("cpu.cpp", *HEADERS)]
 
 COMPILE_SECONDS = 600
@@ -74,10 +74,8 @@ class CpuKernels:
         self.argmax = self._ops.argmax.default
         self.rope_and_store = self._ops.rope_and_store.default
 
-    def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
-    ) -> PackedLinear:
-        """For the matrix unit a weight is packed, unless it is shared; otherwise it is used where it lies.
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, gated: bool = False) -> PackedLinear:
+        """For the matrix unit a weight is packed (cpu_weight.h); otherwise it is used where it lies.
 
         Sizes that are no multiple of 32 make a padded copy.
         """
@@ -85,18 +83,19 @@ class CpuKernels:
         if gated and (rows := -num_outputs % 16):  # so that gate and up begin with a group of 16 rows
             weight = F.pad(weight.view(2, num_outputs, num_inputs), (0, 0, 0, rows)).flatten(0, 1)
             bias = None if bias is None else F.pad(bias.view(2, num_outputs), (0, rows)).flatten()
-            linear = self.pack_linear(weight, bias, gated, shared)
+            linear = self.pack_linear(weight, bias, gated)
             return lambda x: linear(x)[:, :num_outputs]
         amx = self.matrix_unit and weight.dtype is torch.bfloat16
         columns, rows = -num_inputs % 32 if amx else 0, -weight.shape[0] % 32
         weight = F.pad(weight, (0, columns, 0, rows)) if columns or rows else weight.contiguous()
-        if not amx or shared:
+        if not amx:
             linear_op = self._ops.linear.default
-            return lambda x: linear_op(x, weight, bias, num_outputs, gated, amx)
+            return lambda x: linear_op(x, weight, bias, num_outputs, gated)
         packed, packed_op = self._ops.pack_linear_weight(weight, gated), self._ops.packed_linear.default
+        del weight
         if columns:
-            return lambda x: packed_op(F.pad(x, (0, columns)), packed, bias, num_outputs, gated)
-        return lambda x: packed_op(x, packed, bias, num_outputs, gated)
+            return lambda x: packed_op(F.pad(x, (0, columns)), *packed, bias, num_outputs, gated)
+        return lambda x: packed_op(x, *packed, bias, num_outputs, gated)
 
     def attention(self, q: Tensor, kv_cache: Tensor, plan: AttentionPlan, scale: float) -> Tensor:
         step = (plan.tiles, plan.positions, plan.block_tables, plan.level_starts)

@@ -3,19 +3,15 @@
 // A weight is read in panels of 32 rows, two groups of 16. What becomes of the products of a token with a panel,
 // (low, high) = its 16 + 16 outputs, is up to `Outputs`: they are stored (Plain), or low gates high (Gated).
 //
-// With AMX a weight is packed once into the tiles that the matrix unit takes as its right side, in the order in which
-// they are read, so that memory gives them in one stream; the tokens are its left side as they are:
-//
-//     packed weight  [panel][k / 32][2 groups]: [16 pairs of k][16 outputs][2]
-//
-// Without AMX, or for a weight that somebody else needs as it is (a tied embedding), it is read where it lies.
+// With AMX a weight is packed once (cpu_weight.h), and the tokens are the matrix unit's left side, nearly as they are.
+// Without AMX it is read where it lies.
 //
 // Invariant: an output is one chain of additions in ascending order (see cpu_matrix.h), whatever else is computed and
 // whichever way the weight is read.
 
 #pragma once
 
-#include "cpu_matrix.h"
+#include "cpu_weight.h"
 
 namespace nanoapc {
 
@@ -74,13 +70,13 @@ void for_pieces(int64_t tiles, int64_t panels, int64_t panel_bytes, const Work& 
 }
 
 // The weight is read where it lies; tokens are packed, a batch at a time.
-template <typename Engine, typename Outputs>
-void linear_in_place(const Tensor& x, const Tensor& weight, const Outputs& outputs) {
-  using T = typename Engine::Element;
+template <template <typename> typename Outputs, typename T>
+void linear_in_place(const Tensor& x, const Tensor& weight, const Outputs<T>& outputs) {
+  using Engine = VectorEngine<T>;
   using Packed = typename Engine::Packed;
-  constexpr int64_t STEP = Engine::TILES_AT_ONCE;
-  const int64_t num_tokens = x.size(0), k = x.size(1), width = weight.size(1), packed = Engine::packed_size(k);
-  const int64_t panels = (outputs.num_outputs + Outputs::WIDTH - 1) / Outputs::WIDTH;
+  constexpr int64_t AT_ONCE = Engine::TILES_AT_ONCE;
+  const int64_t num_tokens = x.size(0), k = x.size(1), packed = Engine::packed_size(k);
+  const int64_t panels = (outputs.num_outputs + Outputs<T>::WIDTH - 1) / Outputs<T>::WIDTH;
   const int64_t batch = std::max<int64_t>((16 << 20) / (packed * int64_t(sizeof(Packed))) / 32, 1) * 32 * LANES;
   const T *xp = x.const_data_ptr<T>(), *wp = weight.const_data_ptr<T>();
   for (int64_t begin = 0; begin < num_tokens; begin += batch) {
@@ -95,14 +91,14 @@ void linear_in_place(const Tensor& x, const Tensor& weight, const Outputs& outpu
       });
     });
     auto work = [&](int64_t tile, int64_t end_tile, int64_t panel, int64_t end_panel) {
-      float* c = scratch<float>(RESULT, STEP * 2 * BLOCK);  // [tile][2 groups][16 outputs][16 tokens]
+      float* c = scratch<float>(RESULT, AT_ONCE * 2 * BLOCK);  // [tile][2 groups][16 outputs][16 tokens]
       alignas(64) float rows[2][BLOCK];                     // [16 tokens][16 outputs]
-      for (int64_t first = tile; first < end_tile; first += STEP)
+      for (int64_t first = tile; first < end_tile; first += AT_ONCE)
         for (int64_t p = panel; p < end_panel; ++p) {
-          const T* groups[2] = {wp + p * Outputs::WIDTH * width};
-          groups[1] = groups[0] + outputs.second_group() * width;
-          const int64_t num = std::min(STEP, end_tile - first);
-          Engine::multiply(groups, 2, width, k, columns + first * packed, num, c, 2 * BLOCK);
+          const T* groups[2] = {wp + p * Outputs<T>::WIDTH * k};
+          groups[1] = groups[0] + outputs.second_group() * k;
+          const int64_t num = std::min(AT_ONCE, end_tile - first);
+          Engine::multiply(groups, 2, k, k, columns + first * packed, num, c, 2 * BLOCK);
           for (int64_t t = 0; t < num; ++t) {
             const int64_t token = (first + t) * LANES, n = std::min<int64_t>(LANES, count - token);
             for (int h = 0; h < 2; ++h) transpose(c + (2 * t + h) * BLOCK, rows[h], LANES, n);
@@ -111,54 +107,87 @@ void linear_in_place(const Tensor& x, const Tensor& weight, const Outputs& outpu
           }
         }
     };
-    for_pieces<Engine>(tiles, panels, 2 * LANES * width * sizeof(T), work);
+    for_pieces<Engine>(tiles, panels, 2 * LANES * k * sizeof(T), work);
   }
 }
 
 #ifdef NANOAPC_AMX
 
-// weight [rows, k], both multiples of 32 -> packed (see above); gated: a panel is 16 rows of each half
-inline void pack_weight(const c10::BFloat16* weight, int64_t num_rows, int64_t k, bool gated, c10::BFloat16* out) {
-  const int64_t second = gated ? num_rows / 2 : LANES, width = gated ? LANES : 2 * LANES;
-  at::parallel_for(0, num_rows / 32, 1, [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p)
-      for (int64_t i = 0; i < k; i += 32)
-        for (int64_t h = 0; h < 2; ++h) {
-          const c10::BFloat16* rows[LANES];
-          for (int64_t r = 0; r < LANES; ++r) rows[r] = weight + (p * width + h * second + r) * k + i;
-          AmxEngine::pack(rows, 32, out + p * 32 * k + i * 32 + h * 32 * LANES);
-        }
-  });
+// The tokens x [T, k] as tiles of 16. Up to 32 are copied, [tile][k / 32][16][32], which loads fastest, as each panel
+// reads them all. More are read where they lie, but for a last tile that is not full; what it lacks is read, not used.
+struct TokenTiles {
+  using T = c10::BFloat16;
+  const T *x, *copied;
+  int64_t num_tokens, k, stride, first_copied, row, step;  // elements from row to row of a tile, and every 32 k
+
+  explicit TokenTiles(const Tensor& tokens)
+      : x(tokens.const_data_ptr<T>()), num_tokens(tokens.size(0)), k(tokens.size(1)) {
+    stride = num_tokens > 1 ? tokens.stride(0) : k;
+    first_copied = few() ? 0 : num_tokens / LANES * LANES;
+    row = few() ? 32 : stride, step = few() ? 32 * LANES : 32;
+    T* copy = scratch<T>(COLUMNS, 2 * LANES * std::max(k, stride));
+    copied = copy;
+    for (int64_t i = first_copied; i < num_tokens; ++i) {
+      T* to = copy + (i - first_copied) / LANES * LANES * k + i % LANES * row;
+      for (int64_t s = 0; s < k / 32; ++s) std::memcpy((void*)(to + s * step), x + i * stride + s * 32, 32 * sizeof(T));
+    }
+  }
+  bool few() const { return num_tokens <= 2 * LANES; }
+  int64_t num_tiles() const { return (num_tokens + LANES - 1) / LANES; }
+  const T* operator[](int64_t t) const {
+    return t * LANES < first_copied ? x + t * LANES * stride : copied + (t * LANES - first_copied) * k;
+  }
+};
+
+// Tiles t and (two) t + 1 times one panel: c [2 tiles][2 groups][16 tokens][16 outputs]; b, aside: see multiply_tiles.
+template <typename B, typename Aside>
+void multiply_panel(const TokenTiles& tokens, int64_t t, bool two, B b, float* c, Aside aside) {
+  const c10::BFloat16* a[2] = {tokens[t], tokens[t + two]};
+  const int64_t steps = tokens.k / 32;
+  if (two) multiply_tiles<2, 2>(a, tokens.row, tokens.step, b, STEP / 2, steps, c, 2 * BLOCK, BLOCK, false, aside);
+  else multiply_tiles<1, 2>(a, tokens.row, tokens.step, b, STEP / 2, steps, c, 2 * BLOCK, BLOCK, false, aside);
 }
 
-// x [T, k], k a multiple of 32
+// x [T, k], k a multiple of 32. While the first 32 tokens are multiplied, a panel's next step is unpacked and the outputs
+// of the panel before are stored. If there are more tokens, the panels stay unpacked for them.
 template <typename Outputs>
-void linear_packed(const Tensor& x, const Tensor& packed, const Outputs& outputs) {
-  using T = c10::BFloat16;
-  const int64_t num_tokens = x.size(0), k = x.size(1), tiles = (num_tokens + LANES - 1) / LANES;
-  const int64_t stride = num_tokens > 1 ? x.stride(0) : k;
-  const T *xp = x.const_data_ptr<T>(), *wp = packed.const_data_ptr<T>();
-  T* tail = scratch<T>(COLUMNS, LANES * stride);  // the last tile, if it is not full: what it lacks is read, but not used
-  for (int64_t i = num_tokens / LANES * LANES; i < num_tokens; ++i)
-    std::memcpy((void*)(tail + i % LANES * stride), xp + i * stride, k * sizeof(T));
+void linear_packed(const Tensor& x, const PackedWeight& weight, const Outputs& outputs) {
+  const TokenTiles tokens(x);
+  const int64_t steps = tokens.k / 32, rows_a_step = (2 * LANES + steps - 1) / steps;
+  const int64_t mask = tokens.few() ? 1 : -1;  // step s is unpacked to place s & mask
   auto work = [&](int64_t tile, int64_t end_tile, int64_t panel, int64_t end_panel) {
-    float* c = scratch<float>(RESULT, 4 * BLOCK);  // [2 tiles][2 groups][16 tokens][16 outputs]
+    const int64_t panel_size = tokens.few() ? 0 : steps * STEP;
+    auto* unpacked = scratch<c10::BFloat16>(CONVERTED, std::max((end_panel - panel) * panel_size, 2 * STEP));
+    float* results = scratch<float>(RESULT, 2 * 4 * BLOCK);  // of panels in turn
+    auto store_rows = [&](int64_t t, int64_t p, int64_t begin, int64_t end) {
+      const float* c = results + p % 2 * 4 * BLOCK;
+      end = std::min({end, 2 * int64_t(LANES), std::min(end_tile * LANES, tokens.num_tokens) - t * LANES});
+      for (int64_t i = begin; i < end; ++i) {
+        const float* outputs_of_row = c + i / LANES * 2 * BLOCK + i % LANES * LANES;
+        outputs.store_row(load(outputs_of_row), load(outputs_of_row + BLOCK), p, t * LANES + i);
+      }
+    };
     for (int64_t t = tile; t < end_tile; t += 2)
       for (int64_t p = panel; p < end_panel; ++p) {
-        const bool two = t + 1 < end_tile;
-        const T* a[2];
-        for (int64_t i = 0; i < 1 + two; ++i) a[i] = (t + i + 1) * LANES > num_tokens ? tail : xp + (t + i) * LANES * stride;
-        auto* multiply = t > tile ? (two ? multiply_tiles<2, 2> : multiply_tiles<1, 2>)
-                                  : (two ? multiply_tiles<2, 2, true> : multiply_tiles<1, 2, true>);
-        multiply(a, stride, 32, wp + p * 32 * k, 32 * LANES, 2 * 32 * LANES, k / 32, c, 2 * BLOCK, BLOCK, false);
-        for (int64_t i = 0; i < std::min<int64_t>(num_tokens - t * LANES, (1 + two) * LANES); ++i) {
-          const float* row = c + i / LANES * 2 * BLOCK + i % LANES * LANES;
-          outputs.store_row(load(row), load(row + BLOCK), p, t * LANES + i);
+        auto* place = unpacked + (p - panel) * panel_size;
+        auto b = [=](int64_t s) { return place + (s & mask) * STEP; };
+        float* c = results + p % 2 * 4 * BLOCK;
+        if (t > tile) {
+          multiply_panel(tokens, t, t + 1 < end_tile, b, c, FetchAhead{place, STEP});
+          store_rows(t, p, 0, 2 * LANES);
+          continue;
         }
+        Unpacker unpacker(weight, p);
+        for (int64_t part = 0; part < PARTS; ++part) unpacker.part(place + part * PART);
+        multiply_panel(tokens, t, t + 1 < end_tile, b, c, [=, &store_rows](int64_t s, int part) mutable INLINED {
+          if (s + 1 < steps) unpacker.part(b(s + 1) + part * PART);
+          if (part == 7 && p > panel) store_rows(t, p - 1, s * rows_a_step, (s + 1) * rows_a_step);
+        });
+        if (p + 1 == end_panel) store_rows(t, p, 0, 2 * LANES);
       }
   };
   const int64_t panels = (outputs.num_outputs + Outputs::WIDTH - 1) / Outputs::WIDTH;
-  for_pieces<AmxEngine>(tiles, panels, 2 * LANES * k * sizeof(T), work);
+  for_pieces<AmxEngine>(tokens.num_tiles(), panels, 2 * LANES * tokens.k * sizeof(c10::BFloat16), work);
 }
 
 #endif

@@ -13,7 +13,8 @@
 
 #include "cpu_vector.h"
 
-#if defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__AVX512BF16__) && defined(__linux__)
+#if defined(__AMX_BF16__) && defined(__AVX512BW__) && defined(__AVX512BF16__) && defined(__AVX512VBMI2__) && \
+    defined(__linux__)
 #define NANOAPC_AMX 1
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -112,13 +113,15 @@ inline bool amx_available() {  // Linux gives a process the tile registers only 
 
 #ifdef NANOAPC_AMX
 
-// Blocks of C: A tiles [16 rows][32 k] times B tiles [16 pairs of k][16 columns][2], `steps` of 32 k.
-// All tiles of a step are loaded before its products. B is fetched four steps ahead: all of it where it comes from memory
-// (STREAM), else a line every 1024 bytes, which draws the next ones after it; more would only delay the loads.
-template <int NA, int NB, bool STREAM = false>
-inline void multiply_tiles(const c10::BFloat16* const* a, int64_t a_row, int64_t a_step, const c10::BFloat16* b,
-                           int64_t b_tile, int64_t b_step, int64_t steps, float* c, int64_t c_a, int64_t c_b, bool add) {
-  const c10::BFloat16 *a0 = a[0], *a1 = a[NA - 1], *b1 = b + (NB - 1) * b_tile;
+// Blocks of C: A tiles [16 rows][32 k] times B tiles [16 pairs of k][16 columns][2], `steps` of 32 k; the first B tile
+// of a step is at b(step). All tiles of a step are loaded before its products.
+//
+// While the matrix unit works, the vector unit and the memory are idle, but the processor finds what they could do
+// meanwhile only among the next few hundred instructions. So that is cut in eight: aside(step, 0), ..., aside(step, 7).
+template <int NA, int NB, typename B, typename Aside>
+inline void multiply_tiles(const c10::BFloat16* const* a, int64_t a_row, int64_t a_step, B b, int64_t b_tile,
+                           int64_t steps, float* c, int64_t c_a, int64_t c_b, bool add, Aside aside) {
+  const c10::BFloat16 *a0 = a[0], *a1 = a[NA - 1];
   float *c01 = c + c_b, *c10 = c + c_a, *c11 = c + c_a + c_b;
   if (add) {
     _tile_loadd(0, c, 64);
@@ -132,20 +135,48 @@ inline void multiply_tiles(const c10::BFloat16* const* a, int64_t a_row, int64_t
     if constexpr (NA > 1 && NB > 1) _tile_zero(3);
   }
   for (int64_t s = 0; s < steps; ++s) {
-    for (int64_t i = 0; i < b_step; i += STREAM ? 32 : 32 * LANES) __builtin_prefetch(b + (s + 4) * b_step + i);
+    const c10::BFloat16* b0 = b(s);
     _tile_loadd(4, a0 + s * a_step, a_row * 2);
-    _tile_loadd(6, b + s * b_step, 64);
+    aside(s, 0);
+    _tile_loadd(6, b0, 64);
+    aside(s, 1);
     if constexpr (NA > 1) _tile_loadd(5, a1 + s * a_step, a_row * 2);
-    if constexpr (NB > 1) _tile_loadd(7, b1 + s * b_step, 64);
+    aside(s, 2);
+    if constexpr (NB > 1) _tile_loadd(7, b0 + b_tile, 64);
+    aside(s, 3);
     _tile_dpbf16ps(0, 4, 6);
+    aside(s, 4);
     if constexpr (NA > 1) _tile_dpbf16ps(2, 5, 6);
+    aside(s, 5);
     if constexpr (NB > 1) _tile_dpbf16ps(1, 4, 7);
+    aside(s, 6);
     if constexpr (NA > 1 && NB > 1) _tile_dpbf16ps(3, 5, 7);
+    aside(s, 7);
   }
   _tile_stored(0, c, 64);
   if constexpr (NB > 1) _tile_stored(1, c01, 64);
   if constexpr (NA > 1) _tile_stored(2, c10, 64);
   if constexpr (NA > 1 && NB > 1) _tile_stored(3, c11, 64);
+}
+
+// Beside a product whose B lies in the caches, steps b_step elements apart: a line every 1024 bytes is fetched four steps
+// ahead, which draws the next ones after it; more would only delay the loads.
+struct FetchAhead {
+  const c10::BFloat16* b;
+  int64_t b_step;
+
+  inline INLINED void operator()(int64_t s, int part) const {
+    if (part == 0)
+      for (int64_t i = 0; i < b_step; i += 32 * LANES) __builtin_prefetch(b + (s + 4) * b_step + i);
+  }
+};
+
+template <int NA, int NB>
+inline void multiply_tiles(const c10::BFloat16* const* a, int64_t a_row, int64_t a_step, const c10::BFloat16* b,
+                           int64_t b_tile, int64_t b_step, int64_t steps, float* c, int64_t c_a, int64_t c_b,
+                           bool add) {
+  auto at = [=](int64_t s) { return b + s * b_step; };
+  multiply_tiles<NA, NB>(a, a_row, a_step, at, b_tile, steps, c, c_a, c_b, add, FetchAhead{b, b_step});
 }
 
 struct AmxEngine {

@@ -24,6 +24,8 @@ namespace nanoapc {
 
 using at::Tensor;
 
+#define INLINED __attribute__((always_inline))  // of a lambda or a function: also where the compiler sees no use in it
+
 constexpr int LANES = 16;              // floats of a vector, columns of a column tile, rows of a group
 constexpr int BLOCK = LANES * LANES;   // floats of a square of them
 

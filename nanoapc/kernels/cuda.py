@@ -53,9 +53,7 @@ class TritonKernels:
         self._prepared: tuple[AttentionPlan, AttentionWork] | None = None
         self._cutter = TileCutter(1, 1, 1)
 
-    def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
-    ) -> PackedLinear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, gated: bool = False) -> PackedLinear:
         linear = fixed_linear(weight, bias) if self.deterministic else partial(F.linear, weight=weight, bias=bias)
         return (lambda x: silu_and_mul(linear(x))) if gated else linear
 

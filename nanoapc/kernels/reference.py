@@ -41,9 +41,7 @@ class ReferenceKernels:
     largest = staticmethod(largest)
     logprobs = staticmethod(logprobs)
 
-    def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
-    ) -> PackedLinear:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, gated: bool = False) -> PackedLinear:
         def linear(x: Tensor) -> Tensor:
             out = F.linear(x, weight, bias)
             if not gated:

@@ -35,13 +35,10 @@ class Linear(Layer):
         self.bias = declare_parameter(sum(output_sizes)) if bias else None
         self._packed: PackedLinear | None = None
 
-    def pack(self, kernels: Kernels, shared: bool = False) -> None:
-        """Hands the loaded weight and bias to the kernels; the parameters keep shapes without memory.
-
-        shared: another module has the same weight.
-        """
+    def pack(self, kernels: Kernels) -> None:
+        """Hands the loaded weight and bias to the kernels; the parameters keep shapes without memory."""
         bias = None if self.bias is None else self.bias.data
-        self._packed = kernels.pack_linear(self.weight.data, bias, self.gated, shared)
+        self._packed = kernels.pack_linear(self.weight.data, bias, self.gated)
         self.weight = declare_parameter(*self.weight.shape)
         if self.bias is not None:
             self.bias = declare_parameter(*self.bias.shape)

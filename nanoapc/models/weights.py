@@ -233,4 +233,4 @@ def _fill(
             module.pack(model.kernels)
     if model.config.tie_word_embeddings:
         model.lm_head.weight = model.model.embed_tokens.weight  # type: ignore[assignment]
-        model.lm_head.pack(model.kernels, shared=True)
+        model.lm_head.pack(model.kernels)
