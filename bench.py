@@ -541,7 +541,7 @@ def measure(args: argparse.Namespace, folder: str) -> Report:
     if args.threads:
         torch.set_num_threads(args.threads)
     if (args.compare or args.sweep) and torch.cuda.is_available():
-        args.options.setdefault("kv_cache_memory", 16 << 30)  # two engines share the card
+        args.options.setdefault("kv_cache_memory_bytes", 16 << 30)  # two engines share the card
     if args.model == "embedded":
         args.model = str(Path(nanoapc.__file__).parent / "embedded")
     elif args.model in SHAPES and not Path(args.model).is_dir():

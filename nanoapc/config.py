@@ -41,8 +41,8 @@ class EngineConfig:
     max_num_seqs: sequences that run at once, at most.
     max_num_batched_tokens: the token budget of a step; None: 2048 on the CPU, 8192 on CUDA.
     block_size: tokens a KV block.
-    num_kv_blocks: size of the KV cache in blocks; None: from kv_cache_memory.
-    kv_cache_memory: size of the KV cache in bytes; None: a share of what is free (see `engine/kv_memory.py`).
+    num_kv_blocks: size of the KV cache in blocks; None: from kv_cache_memory_bytes.
+    kv_cache_memory_bytes: size of the KV cache in bytes; None: a share of what is free (see `engine/kv_memory.py`).
     gpu_memory_utilization: share of a GPU's memory that this process may use.
     enable_prefix_caching: reuse the KV of equal prefixes, within a call and between calls.
     prefix_caching_hash_algo: how a block's key is made (see `engine/block_hash.py`).
@@ -72,7 +72,7 @@ class EngineConfig:
     max_num_batched_tokens: int | None = None
     block_size: int = 16
     num_kv_blocks: int | None = None
-    kv_cache_memory: int | None = None
+    kv_cache_memory_bytes: int | None = None
     gpu_memory_utilization: float = 0.9
     enable_prefix_caching: bool = True
     prefix_caching_hash_algo: str = "xxhash"
@@ -125,7 +125,7 @@ class EngineConfig:
                 f"max_num_seqs must be at most {MAX_NUM_SEQS}, not {self.max_num_seqs}; "
                 "lower it: any number of requests may wait for their turn"
             )
-        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory"):
+        for name in ("max_model_len", "max_num_batched_tokens", "num_kv_blocks", "kv_cache_memory_bytes"):
             self._check_int(name, optional=True)
         self._check_int("seed", optional=False, least=-(2**63), most=2**64 - 1)
         for field in dataclasses.fields(self):

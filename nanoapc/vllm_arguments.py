@@ -85,7 +85,6 @@ REMEDIES = {
         task runner convert pooler_config override_pooler_config diffusion_config""",
     "prompts are texts or token ids": "enable_prompt_embeds enable_mm_embeds io_processor_plugin",
     "num_kv_blocks=... says the same": "num_gpu_blocks_override",
-    "kv_cache_memory=... says the same": "kv_cache_memory_bytes",
     "schedule_policy is 'prefix' or 'fcfs', there are no priorities": "scheduling_policy scheduler_cls",
 }
 UNSUPPORTED = {name: remedy for remedy, names in REMEDIES.items() for name in names.split()}

@@ -112,7 +112,6 @@ class TestArguments:
         [
             ("tensor_parallel_size", 2, "an LLM runs on one device"),
             ("num_gpu_blocks_override", 512, "num_kv_blocks=... says the same"),
-            ("kv_cache_memory_bytes", 2**30, "kv_cache_memory=... says the same"),
             ("scheduling_policy", "priority", "schedule_policy is 'prefix' or 'fcfs'"),
             ("override_generation_config", {"temperature": 0}, "SamplingParams"),
             ("rope_scaling", {"factor": 2}, "change config.json in a copy"),

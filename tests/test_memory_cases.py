@@ -49,18 +49,18 @@ class TestCannotFit:
 
     def test_a_long_default_needs_a_shorter_max_model_len(self, make_llm: MakeLLM) -> None:
         block = 2 * 2 * 2 * 16 * 4 * 4  # K and V, layers, KV heads, head_dim, tokens, bytes
-        options = {"num_kv_blocks": None, "kv_cache_memory": 8 * block + block // 2}
+        options = {"num_kv_blocks": None, "kv_cache_memory_bytes": 8 * block + block // 2}
         with pytest.raises(ValueError, match="max_model_len=512 needs 128 KV blocks of 4 tokens") as error:
             make_llm(max_model_len=None, **options)
-        assert f"kv_cache_memory={8 * block + block // 2} bytes gives 8 blocks = 32 tokens" in str(error.value)
+        assert f"kv_cache_memory_bytes={8 * block + block // 2} gives 8 blocks = 32 tokens" in str(error.value)
         llm = make_llm(max_model_len=32, **options)
         assert len(llm.engine.manager.pool.blocks) == 8 and llm.engine.runner.kv_memory.nbytes == 8 * block
         assert len(run(llm, [random_ids(5)])[0].outputs[0].token_ids) == 6
 
     @pytest.mark.parametrize("size", [1, 2047])
     def test_memory_for_less_than_a_block_is_refused(self, size: int, make_llm: MakeLLM) -> None:
-        with pytest.raises(ValueError, match=rf"kv_cache_memory={size} bytes gives 0 blocks = 0 tokens"):
-            make_llm(num_kv_blocks=None, kv_cache_memory=size)
+        with pytest.raises(ValueError, match=rf"kv_cache_memory_bytes={size} gives 0 blocks = 0 tokens"):
+            make_llm(num_kv_blocks=None, kv_cache_memory_bytes=size)
 
     @pytest.mark.parametrize("free", [-(10**9), 0, 100])
     def test_memory_that_others_hold_never_gives_a_negative_count(
@@ -125,7 +125,7 @@ class TestCannotFit:
         group("", "5000", 4900)
         assert _control_group_available(tmp_path) == 420
 
-    @pytest.mark.parametrize("argument", ["num_kv_blocks", "kv_cache_memory", "max_num_seqs", "max_model_len"])
+    @pytest.mark.parametrize("argument", ["num_kv_blocks", "kv_cache_memory_bytes", "max_num_seqs", "max_model_len"])
     @pytest.mark.parametrize("value", [0, -3, 2.5, "8"])
     def test_sizes_are_positive_whole_numbers(self, argument: str, value: Any, make_llm: MakeLLM) -> None:
         with pytest.raises(ValueError, match=f"{argument} must be a positive whole number"):

@@ -1,10 +1,10 @@
 """How many KV blocks there are, and the memory that they are.
 
-    num_kv_blocks given     that many
-    kv_cache_memory given   as many as fit
-    on the CPU              CPU_SHARE of the memory that is available once the weights are loaded (what the
-                            system and the control group leave), but never more than max_num_seqs can use
-    on CUDA                 what is left of gpu_memory_utilization:
+    num_kv_blocks given           that many
+    kv_cache_memory_bytes given   as many as fit
+    on the CPU                    CPU_SHARE of the memory that is available once the weights are loaded (what the
+                                  system and the control group leave), but never more than max_num_seqs can use
+    on CUDA                       what is left of gpu_memory_utilization:
 
         total * utilization  = | others, driver | weights + the largest step's peak | graphs | KV blocks |
                                   seen outside      measured by running such a step    stated
@@ -91,8 +91,9 @@ def count_blocks(
     of_running = config.max_num_seqs * (needed + 1)  # what all sequences of a step can hold
     if config.num_kv_blocks is not None:
         count, source = config.num_kv_blocks, f"num_kv_blocks={config.num_kv_blocks}"
-    elif config.kv_cache_memory is not None:
-        count, source = config.kv_cache_memory // size, f"kv_cache_memory={config.kv_cache_memory} bytes"
+    elif config.kv_cache_memory_bytes is not None:
+        count = config.kv_cache_memory_bytes // size
+        source = f"kv_cache_memory_bytes={config.kv_cache_memory_bytes}"
     elif measure is not None:
         use = measure()
         count = min(max(use.left(config.gpu_memory_utilization), 0) // size, max(MOST_BLOCKS, of_running))
@@ -107,7 +108,7 @@ def count_blocks(
             f"max_model_len={max_model_len} needs {needed} KV blocks of {config.block_size} tokens "
             f"({needed * size / 2**20:.1f} MiB), but {source} gives {count} blocks = {most} tokens "
             f"({count * size / 2**20:.1f} MiB); lower max_model_len to at most {most} or give the "
-            "cache more (num_kv_blocks, kv_cache_memory" + (")" if measure is None else ", gpu_memory_utilization)")
+            f"cache more (num_kv_blocks, kv_cache_memory_bytes{'' if measure is None else ', gpu_memory_utilization'})"
         )
     return int(count)
 
@@ -130,7 +131,7 @@ def allocate(num_blocks: int, model: ModelConfig, block_size: int, device: torch
         except (MemoryError, ValueError):  # ValueError: more than numpy can count
             raise ValueError(
                 f"{num_blocks} KV blocks of {block_size} tokens are {_mib(num_bytes)}, which cannot be allocated; "
-                "lower num_kv_blocks or kv_cache_memory"
+                "lower num_kv_blocks or kv_cache_memory_bytes"
             ) from None
         return torch.from_numpy(memory).view(model.dtype).view(shape)
     return torch.zeros(shape, dtype=model.dtype, device=device)

@@ -92,7 +92,6 @@ class CpuKernels:
             linear_op = self._ops.linear.default
             return lambda x: linear_op(x, weight, bias, num_outputs, gated)
         packed, packed_op = self._ops.pack_linear_weight(weight, gated), self._ops.packed_linear.default
-        del weight
         if columns:
             return lambda x: packed_op(F.pad(x, (0, columns)), *packed, bias, num_outputs, gated)
         return lambda x: packed_op(x, *packed, bias, num_outputs, gated)
