@@ -18,12 +18,15 @@
 #include "cpu_matrix.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 
 #include <array>
 #include <tuple>
 #include <vector>
 
 #ifdef NANOAPC_AMX
+
+#include <sys/mman.h>
 
 namespace nanoapc {
 
@@ -94,6 +97,16 @@ inline INLINED const uint8_t* unpack_part(const uint8_t* part, const uint8_t* es
   return escapes;
 }
 
+// Bytes in pages of 2 MiB if the system has them, so that reading them all does not wait for addresses to be translated.
+inline Tensor large_bytes(at::IntArrayRef sizes, const at::TensorOptions& options) {
+  constexpr size_t PAGE = 2 << 20;
+  const size_t num_bytes = c10::multiply_integers(sizes);
+  void* memory = std::aligned_alloc(PAGE, (num_bytes + PAGE - 1) / PAGE * PAGE);
+  if (!memory) throw std::bad_alloc();
+  madvise(memory, num_bytes / PAGE * PAGE, MADV_HUGEPAGE);
+  return at::from_blob(memory, sizes, [](void* p) { std::free(p); }, options);
+}
+
 // weight [rows, k], both multiples of 32; gated: a panel is 16 rows of each half
 inline PackedWeight pack_weight(const Tensor& weight, bool gated) {
   const int64_t num_rows = weight.size(0), k = weight.size(1), panels = num_rows / 32;
@@ -101,7 +114,7 @@ inline PackedWeight pack_weight(const Tensor& weight, bool gated) {
   const auto* from = weight.const_data_ptr<c10::BFloat16>();
   const auto exponents = frequent_exponents(from, num_rows, k);
   const auto bytes = weight.options().dtype(at::kByte);
-  Tensor stream = at::empty({panels, k / 32, STEP_BYTES}, bytes), starts = at::empty({panels}, bytes.dtype(at::kLong));
+  Tensor stream = large_bytes({panels, k / 32, STEP_BYTES}, bytes), starts = at::empty({panels}, bytes.dtype(at::kLong));
   std::vector<std::vector<uint8_t>> of_panel(panels);
   auto* out = stream.mutable_data_ptr<uint8_t>();
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
