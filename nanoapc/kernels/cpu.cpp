@@ -52,7 +52,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pack_linear_weight(const Tensor& weig
 Tensor packed_linear(const Tensor& x, const Tensor& stream, const Tensor& escapes, const Tensor& starts,
                      const Tensor& exponents, const std::optional<Tensor>& bias, int64_t num_outputs, bool gated) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.scalar_type() == at::kBFloat16 &&
-                  x.size(1) == stream.size(1) * 32 && amx_available(), "packed_linear: x ", x.sizes(), " does not fit ", stream.sizes());
+                  x.size(1) == stream.size(1) * 32 && amx_available(),
+              "packed_linear: x ", x.sizes(), " does not fit ", stream.sizes());
   Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   using T = c10::BFloat16;
   const PackedWeight weight{stream, escapes, starts, exponents};
@@ -129,18 +130,13 @@ Tensor attention(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, c
 
 // ---- element-wise steps ----
 
-// out = T(x / rms(x)) * weight for one row of n floats; x and out may be the same
-template <typename T> void normalise(const float* x, const T* weight, int64_t n, double eps, float* out) {
-  f32x16 squares{};
-  for (int64_t i = 0; i < n; i += LANES) {
-    const f32x16 v = load_some(x + i, n - i);
-    squares += v * v;
-  }
-  const float factor = 1.0f / std::sqrt(sum_lanes(squares) / n + static_cast<float>(eps));
-  for (int64_t i = 0; i < n; i += LANES) {
-    const f32x16 v = round_to<T>(load_some(x + i, n - i) * factor);
-    store_some(out + i, round_to<T>(v * load_some(weight + i, n - i)), n - i);
-  }
+// 1 / rms of n values, whose squares have been summed lane by lane
+inline float inverse_rms(f32x16 squares, int64_t n, double eps) {
+  return 1.0f / std::sqrt(sum_lanes(squares) / n + static_cast<float>(eps));
+}
+
+template <typename T> inline f32x16 normalised(f32x16 x, float factor, f32x16 weight) {
+  return round_to<T>(round_to<T>(x * factor) * weight);
 }
 
 // (norm(x + residual), x + residual); without a residual (norm(x), x itself)
@@ -152,24 +148,45 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const std::optional<Tensor>
   for_dtype(x, [&](auto zero) {
     using T = decltype(zero);
     const T *xp = x.const_data_ptr<T>(), *w = weight.const_data_ptr<T>();
-    const T* rp = residual ? residual->const_data_ptr<T>() : nullptr;
-    T *op = out.mutable_data_ptr<T>(), *tp = residual ? total.mutable_data_ptr<T>() : nullptr;
+    const T *rp = residual ? residual->const_data_ptr<T>() : nullptr, *tp = total.const_data_ptr<T>();
+    T *op = out.mutable_data_ptr<T>(), *sum = residual ? total.mutable_data_ptr<T>() : nullptr;
     for_rows(num_rows, n, [&](int64_t row) {
-      float* wide = scratch<float>(RESULT, n);
-      if (rp) {
-        for (int64_t i = 0, j = row * n; i < n; i += LANES, j += LANES) {
-          const f32x16 sum = round_to<T>(load_some(xp + j, n - i) + load_some(rp + j, n - i));
-          store_some(wide + i, sum, n - i);
-          store_some(tp + j, sum, n - i);
-        }
-      } else {
-        convert(xp + row * n, n, wide);
+      const int64_t first = row * n;
+      f32x16 squares{};
+      for (int64_t i = 0; i < n; i += LANES) {
+        f32x16 v = load_some(xp + first + i, n - i);
+        if (rp) store_some(sum + first + i, v = round_to<T>(v + load_some(rp + first + i, n - i)), n - i);
+        squares += v * v;
       }
-      normalise(wide, w, n, eps, wide);
-      convert(wide, n, op + row * n);
+      const float factor = inverse_rms(squares, n, eps);
+      for (int64_t i = 0; i < n; i += LANES)
+        store_some(op + first + i, normalised<T>(load_some(tp + first + i, n - i), factor, load_some(w + i, n - i)),
+                   n - i);
     });
   });
   return {out, total};
+}
+
+// One head's d elements: normalised (if there is a weight), then rotated by cos and sin, d / 2 each.
+template <typename T>
+inline void rotate(const T* x, const T* weight, double eps, const float* cos, const float* sin, int64_t d, T* out) {
+  f32x16 squares{};
+  for (int64_t i = 0; weight && i < d; i += LANES) {
+    const f32x16 v = load_some(x + i, d - i);
+    squares += v * v;
+  }
+  const float factor = weight ? inverse_rms(squares, d, eps) : 1.0f;
+  auto element = [&](int64_t i, int64_t n) {
+    const f32x16 v = load_some(x + i, n);
+    return weight ? normalised<T>(v, factor, load_some(weight + i, n)) : v;
+  };
+  const int64_t half = d / 2;
+  for (int64_t i = 0; i < half; i += LANES) {
+    const int64_t n = half - i;
+    const f32x16 a = element(i, n), b = element(half + i, n), c = load_some(cos + i, n), s = load_some(sin + i, n);
+    store_some(out + i, a * c - b * s, n);
+    store_some(out + half + i, b * c + a * s, n);
+  }
 }
 
 Tensor rope_and_store(const Tensor& qkv, const Tensor& positions, const Tensor& cos_sin,
@@ -185,33 +202,20 @@ Tensor rope_and_store(const Tensor& qkv, const Tensor& positions, const Tensor& 
   for_dtype(qkv, [&](auto zero) {
     using T = decltype(zero);
     const T* in = qkv.const_data_ptr<T>();
-    auto weights = [](const auto& norm) { return norm ? norm->template const_data_ptr<T>() : nullptr; };
-    const T* norms[2] = {weights(q_norm), weights(k_norm)};
+    const T* q_weight = q_norm ? q_norm->const_data_ptr<T>() : nullptr;
+    const T* k_weight = k_norm ? k_norm->const_data_ptr<T>() : nullptr;
     T *qp = q.mutable_data_ptr<T>(), *cache = kv_cache.mutable_data_ptr<T>();
     for_rows(num_rows, qkv.size(1), [&](int64_t row) {
-      float* x = scratch<float>(RESULT, 2 * d);
-      const int64_t half = d / 2;
       const float* cos = cos_sin.const_data_ptr<float>() + position[row] * cos_sin.stride(0);
-      T* block = slot[row] < 0 ? nullptr
-                               : cache + slot[row] / block_size * kv_cache.stride(0) + slot[row] % block_size * d;
-      for (int64_t head = 0; head < num_heads + hkv; ++head) {
-        const bool is_key = head >= num_heads;
-        if (is_key && !block) break;
-        convert(in + row * qkv.size(1) + head * d, d, x);
-        if (norms[is_key]) normalise(x, norms[is_key], d, eps, x);
-        float* rotated = x + d;
-        for (int64_t i = 0; i < half; i += LANES) {
-          const int64_t n = half - i;
-          const f32x16 c = load_some(cos + i, n), s = load_some(cos + half + i, n);
-          const f32x16 a = load_some(x + i, n), b = load_some(x + half + i, n);
-          store_some(rotated + i, a * c - b * s, n);
-          store_some(rotated + half + i, b * c + a * s, n);
-        }
-        convert(rotated, d, is_key ? block + (head - num_heads) * block_size * d : qp + (row * num_heads + head) * d);
+      const T* from = in + row * qkv.size(1);
+      for (int64_t head = 0; head < num_heads; ++head, from += d)
+        rotate(from, q_weight, eps, cos, cos + d / 2, d, qp + (row * num_heads + head) * d);
+      if (slot[row] < 0) return;
+      T* to = cache + slot[row] / block_size * kv_cache.stride(0) + slot[row] % block_size * d;
+      for (int64_t head = 0; head < hkv; ++head, from += d, to += block_size * d) {
+        rotate(from, k_weight, eps, cos, cos + d / 2, d, to);
+        std::memcpy((void*)(to + kv_cache.stride(1)), from + hkv * d, d * sizeof(T));
       }
-      for (int64_t head = 0; block && head < hkv; ++head)
-        std::memcpy((void*)(block + kv_cache.stride(1) + head * block_size * d),
-                    in + row * qkv.size(1) + (num_heads + hkv + head) * d, d * sizeof(T));
     });
   });
   return q;
