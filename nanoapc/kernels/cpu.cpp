@@ -67,6 +67,12 @@ Tensor packed_linear(const Tensor& x, const Tensor& stream, const Tensor& escape
 
 // ---- attention ----
 
+// [NB, 2, Hkv, B, D] with all of a head's K (or V) of a block in one piece, head after head
+inline bool has_dense_heads(const Tensor& kv_cache) {
+  const int64_t block_size = kv_cache.size(3), d = kv_cache.size(4);
+  return kv_cache.stride(4) == 1 && kv_cache.stride(3) == d && kv_cache.stride(2) == block_size * d;
+}
+
 template <typename Values>
 void attend(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, const Tensor& positions,
             const Tensor& block_tables, at::IntArrayRef level_starts, double scale, Tensor& out) {
@@ -113,7 +119,7 @@ void attend(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, const 
 Tensor attention(const Tensor& q, const Tensor& kv_cache, const Tensor& tiles, const Tensor& positions,
                  const Tensor& block_tables, at::IntArrayRef level_starts, double scale, bool amx) {
   TORCH_CHECK(q.is_contiguous() && tiles.is_contiguous() && block_tables.is_contiguous() &&
-                  kv_cache[0].is_contiguous() && q.scalar_type() == kv_cache.scalar_type(),
+                  has_dense_heads(kv_cache) && q.scalar_type() == kv_cache.scalar_type(),
               "attention: layouts or dtypes do not fit");
   Tensor out = at::empty_like(q);
   for_dtype(q, [&](auto zero) {
@@ -194,7 +200,7 @@ Tensor rope_and_store(const Tensor& qkv, const Tensor& positions, const Tensor& 
                       const Tensor& kv_cache, const Tensor& slots) {
   const int64_t num_rows = qkv.size(0), hkv = kv_cache.size(2), block_size = kv_cache.size(3), d = kv_cache.size(4);
   const int64_t num_heads = qkv.size(1) / d - 2 * hkv;
-  TORCH_CHECK(qkv.is_contiguous() && cos_sin.is_contiguous() && kv_cache[0].is_contiguous() &&
+  TORCH_CHECK(qkv.is_contiguous() && cos_sin.is_contiguous() && has_dense_heads(kv_cache) &&
                   qkv.scalar_type() == kv_cache.scalar_type(),
               "rope_and_store: layouts or dtypes do not fit");
   Tensor q = at::empty({num_rows, num_heads, d}, qkv.options());
