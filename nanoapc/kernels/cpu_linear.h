@@ -148,42 +148,46 @@ void multiply_panel(const TokenTiles& tokens, int64_t t, bool two, B b, float* c
   else multiply_tiles<1, 2>(a, tokens.row, tokens.step, b, STEP / 2, steps, c, 2 * BLOCK, BLOCK, false, aside);
 }
 
-// x [T, k], k a multiple of 32. While the first 32 tokens are multiplied, a panel's next step is unpacked and the outputs
-// of the panel before are stored. If there are more tokens, the panels stay unpacked for them.
+// x [T, k], k a multiple of 32. While the first 32 tokens are multiplied, a panel's next step is unpacked and the
+// outputs of the panel before are stored. If there are more tokens, the panels stay unpacked for them.
 template <typename Outputs>
 void linear_packed(const Tensor& x, const PackedWeight& weight, const Outputs& outputs) {
+  constexpr int64_t PAIR = 2 * LANES;  // tokens that are multiplied at once
   const TokenTiles tokens(x);
-  const int64_t steps = tokens.k / 32, rows_a_step = (2 * LANES + steps - 1) / steps;
-  const int64_t mask = tokens.few() ? 1 : -1;  // step s is unpacked to place s & mask
+  const int64_t steps = tokens.k / 32, rows_a_step = (PAIR + steps - 1) / steps;
+  const int64_t mask = tokens.few() ? 1 : -1;  // step s of a panel is unpacked to place s & mask
   auto work = [&](int64_t tile, int64_t end_tile, int64_t panel, int64_t end_panel) {
     const int64_t panel_size = tokens.few() ? 0 : steps * STEP;
     auto* unpacked = scratch<c10::BFloat16>(CONVERTED, std::max((end_panel - panel) * panel_size, 2 * STEP));
-    float* results = scratch<float>(RESULT, 2 * 4 * BLOCK);  // of panels in turn
+    float* results = scratch<float>(RESULT, 2 * 4 * BLOCK);
+    auto result = [=](int64_t p) { return results + p % 2 * 4 * BLOCK; };
+    auto multiply = [&](int64_t t, int64_t p, auto aside) {
+      auto* place = unpacked + (p - panel) * panel_size;
+      auto b = [=](int64_t s) { return place + (s & mask) * STEP; };
+      multiply_panel(tokens, t, t + 1 < end_tile, b, result(p), aside);
+    };
     auto store_rows = [&](int64_t t, int64_t p, int64_t begin, int64_t end) {
-      const float* c = results + p % 2 * 4 * BLOCK;
-      end = std::min({end, 2 * int64_t(LANES), std::min(end_tile * LANES, tokens.num_tokens) - t * LANES});
+      const int64_t first = t * LANES, num_rows = std::min(end_tile * LANES, tokens.num_tokens) - first;
+      end = std::min({end, PAIR, num_rows});
       for (int64_t i = begin; i < end; ++i) {
-        const float* outputs_of_row = c + i / LANES * 2 * BLOCK + i % LANES * LANES;
-        outputs.store_row(load(outputs_of_row), load(outputs_of_row + BLOCK), p, t * LANES + i);
+        const float* c = result(p) + i / LANES * 2 * BLOCK + i % LANES * LANES;
+        outputs.store_row(load(c), load(c + BLOCK), p, first + i);
       }
     };
-    for (int64_t t = tile; t < end_tile; t += 2)
+    for (int64_t p = panel; p < end_panel; ++p) {
+      auto* place = unpacked + (p - panel) * panel_size;
+      Unpacker unpacker(weight, p);
+      for (int64_t part = 0; part < PARTS; ++part) unpacker.part(place + part * PART);
+      multiply(tile, p, [=, &store_rows](int64_t s, int part) mutable INLINED {
+        if (s + 1 < steps) unpacker.part(place + (s + 1 & mask) * STEP + part * PART);
+        if (part == 7 && p > panel) store_rows(tile, p - 1, s * rows_a_step, (s + 1) * rows_a_step);
+      });
+    }
+    store_rows(tile, end_panel - 1, 0, PAIR);
+    for (int64_t t = tile + 2; t < end_tile; t += 2)
       for (int64_t p = panel; p < end_panel; ++p) {
-        auto* place = unpacked + (p - panel) * panel_size;
-        auto b = [=](int64_t s) { return place + (s & mask) * STEP; };
-        float* c = results + p % 2 * 4 * BLOCK;
-        if (t > tile) {
-          multiply_panel(tokens, t, t + 1 < end_tile, b, c, FetchAhead{place, STEP});
-          store_rows(t, p, 0, 2 * LANES);
-          continue;
-        }
-        Unpacker unpacker(weight, p);
-        for (int64_t part = 0; part < PARTS; ++part) unpacker.part(place + part * PART);
-        multiply_panel(tokens, t, t + 1 < end_tile, b, c, [=, &store_rows](int64_t s, int part) mutable INLINED {
-          if (s + 1 < steps) unpacker.part(b(s + 1) + part * PART);
-          if (part == 7 && p > panel) store_rows(t, p - 1, s * rows_a_step, (s + 1) * rows_a_step);
-        });
-        if (p + 1 == end_panel) store_rows(t, p, 0, 2 * LANES);
+        multiply(t, p, FetchAhead{unpacked + (p - panel) * panel_size, STEP});
+        store_rows(t, p, 0, PAIR);
       }
   };
   const int64_t panels = (outputs.num_outputs + Outputs::WIDTH - 1) / Outputs::WIDTH;

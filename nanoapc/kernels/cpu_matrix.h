@@ -159,8 +159,8 @@ inline void multiply_tiles(const c10::BFloat16* const* a, int64_t a_row, int64_t
   if constexpr (NA > 1 && NB > 1) _tile_stored(3, c11, 64);
 }
 
-// Beside a product whose B lies in the caches, steps b_step elements apart: a line every 1024 bytes is fetched four steps
-// ahead, which draws the next ones after it; more would only delay the loads.
+// Beside a product whose B lies in the caches, steps b_step elements apart: a line every 1024 bytes is fetched four
+// steps ahead, which draws the next ones after it; more would only delay the loads.
 struct FetchAhead {
   const c10::BFloat16* b;
   int64_t b_step;

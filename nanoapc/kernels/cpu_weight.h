@@ -97,7 +97,7 @@ inline INLINED const uint8_t* unpack_part(const uint8_t* part, const uint8_t* es
   return escapes;
 }
 
-// Bytes in pages of 2 MiB if the system has them, so that reading them all does not wait for addresses to be translated.
+// Bytes in pages of 2 MiB, if the system has them: who reads them all waits less for addresses to be translated.
 inline Tensor large_bytes(at::IntArrayRef sizes, const at::TensorOptions& options) {
   constexpr size_t PAGE = 2 << 20;
   const size_t num_bytes = c10::multiply_integers(sizes);
@@ -114,7 +114,8 @@ inline PackedWeight pack_weight(const Tensor& weight, bool gated) {
   const auto* from = weight.const_data_ptr<c10::BFloat16>();
   const auto exponents = frequent_exponents(from, num_rows, k);
   const auto bytes = weight.options().dtype(at::kByte);
-  Tensor stream = large_bytes({panels, k / 32, STEP_BYTES}, bytes), starts = at::empty({panels}, bytes.dtype(at::kLong));
+  Tensor stream = large_bytes({panels, k / 32, STEP_BYTES}, bytes);
+  Tensor starts = at::empty({panels}, bytes.dtype(at::kLong));
   std::vector<std::vector<uint8_t>> of_panel(panels);
   auto* out = stream.mutable_data_ptr<uint8_t>();
   at::parallel_for(0, panels, 1, [&](int64_t begin, int64_t end) {
