@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain, islice, repeat, zip_longest
@@ -311,17 +312,24 @@ def _plain_message(message: Any, name: str) -> dict[str, Any]:
             if not isinstance(part.get("text"), str):
                 raise ValueError(f"{name} has a text part without a text: {short(part)}")
         plain["content"] = "\n".join(part["text"] for part in content)
+    elif content is None:
+        plain["content"] = ""  # as in vLLM: many templates put it between two texts
     if isinstance(calls, list):
         plain["tool_calls"] = [_parsed_call(call) for call in calls]
+    if message["role"] == "assistant" and not calls:
+        plain.pop("tool_calls", None)  # templates ask whether there is such a key
     return plain
 
 
 def _parsed_call(call: Any) -> Any:
-    try:
-        function = call["function"]
-        return {**call, "function": {**function, "arguments": json.loads(function["arguments"])}}
-    except (TypeError, KeyError, ValueError):  # parsed already, or for the template to judge
-        return call
+    """The call with arguments as an object, which templates want; as in vLLM, what is none becomes an empty one."""
+    if not isinstance(call, Mapping) or not isinstance(function := call.get("function"), Mapping):
+        return call  # for the template to judge
+    arguments = function.get("arguments")
+    if isinstance(arguments, str):
+        with suppress(ValueError):
+            arguments = json.loads(arguments)
+    return {**call, "function": {**function, "arguments": arguments if isinstance(arguments, dict) else {}}}
 
 
 def _parse(prompt: PromptType, name: str) -> tuple[Any, str | None, bytes]:

@@ -47,7 +47,7 @@ class SamplingParams:
     include_stop_str_in_output: bool = False  # whether the text keeps the stop string
     ignore_eos: bool = False  # whether to go on after an end-of-sequence id
     max_tokens: int | None = 16  # >= 1; cut to what `max_model_len` leaves, which is also what None means
-    min_tokens: int = 0  # before so many tokens only max_tokens or a full context ends the output
+    min_tokens: int = 0  # so many tokens contain no id that ends the output, and no stop string counts in their text
     logprobs: int | None = None  # log-probs of so many best ids, and of the chosen one, with each token
     prompt_logprobs: int | None = None  # the same for the prompt's tokens
     detokenize: bool = True  # whether to make text at all
@@ -57,17 +57,28 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None  # if given, only these ids are generated
     skip_reading_prefix_cache: bool | None = None  # compute the prompt anew; None: iff prompt_logprobs
 
-    # Parameters of vLLM that may be None and nothing else.
+    # Parameters of vLLM that may ask for nothing (None, False, 0) and for nothing else.
     best_of: InitVar[None] = None
     extra_args: InitVar[None] = None
+    flat_logprobs: InitVar[None] = None
     guided_decoding: InitVar[None] = None
     logits_processors: InitVar[None] = None
+    logprob_token_ids: InitVar[None] = None
+    prompt_logprob_start: InitVar[None] = None
+    prompt_logprob_token_ids: InitVar[None] = None
+    repetition_detection: InitVar[None] = None
+    routed_experts_prompt_start: InitVar[None] = None
+    skip_clone: InitVar[None] = None
+    stream_interval: InitVar[None] = None
     structured_outputs: InitVar[None] = None
+    thinking_token_budget: InitVar[None] = None
+    trace_decode_token_ids: InitVar[None] = None
     truncate_prompt_tokens: InitVar[None] = None
+    watermarking: InitVar[None] = None
 
     def __post_init__(self, *unsupported: Any) -> None:
         for name, value in zip(UNSUPPORTED, unsupported, strict=True):
-            if value is not None:
+            if value not in (None, False):  # 0 is False
                 raise _error(name, value, "None, because it is not supported")
         self._check_together()
 

@@ -94,7 +94,7 @@ def add_parser(subparsers: Any) -> None:
     """`nanoapc trace run.jsonl -o run.html`."""
     parser = subparsers.add_parser("trace", help="turn a trace into a page that shows the cache step by step")
     parser.add_argument("trace", help="what LLM(..., trace=FILE) has written")
-    parser.add_argument("-o", "--output", help="the page (default: the trace's name with .html)")
+    parser.add_argument("-o", "--output", help="the page (default: the trace's name with .html); '-' is standard output")
     parser.add_argument("--tokenizer", help="a directory or hub name (default: the one of the traced run)")
     parser.set_defaults(run=run)
 
@@ -107,6 +107,9 @@ def run(args: argparse.Namespace) -> int:
         if output.exists() and output.samefile(args.trace):
             raise ValueError(f"{output} is the trace itself; give the page another name with -o")
         page = make_page(trace, _decoder(args.tokenizer or trace.header.get("tokenizer")))
+        if args.output == "-":
+            sys.stdout.write(page)
+            return 0
         output.write_text(page, encoding="utf-8")
     except (OSError, ValueError) as error:
         print(f"nanoapc trace: {error}", file=sys.stderr)

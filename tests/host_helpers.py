@@ -66,7 +66,7 @@ def solo(
             position += 1
         tokens.append(mix(sum1) % vocab_size)
         num_output = len(tokens) - num_prompt
-        if tokens[-1] in ends and num_output >= min_tokens:
+        if tokens[-1] in ends and num_output > min_tokens:
             return tokens[num_prompt:], "stop"
         if num_output >= max_tokens:
             return tokens[num_prompt:], "length"

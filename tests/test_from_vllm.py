@@ -198,6 +198,25 @@ class TestSuggestedSampling:
         assert max(map(len, token_ids(outputs))) == 5
         assert len(run(llm, [random_ids(9)], SamplingParams(ignore_eos=True))[0].outputs[0].token_ids) == 16
 
+    @pytest.mark.parametrize(("token_id", "reason"), [(2, None), (5, 5)])
+    def test_of_the_ids_that_end_a_text_the_tokenizers_is_no_stop_reason(
+        self, token_id: int, reason: int | None, tmp_path: Path, make_llm: MakeLLM
+    ) -> None:
+        make_tiny_model(tmp_path, eos_token_id=[2, 5])
+        llm = make_llm(tmp_path)
+        assert llm.get_tokenizer().eos_token_id == 2
+        params = SamplingParams(temperature=0, allowed_token_ids=[token_id])
+        (completion,) = run(llm, [random_ids(9)], params)[0].outputs
+        assert completion.token_ids == [token_id]
+        assert (completion.finish_reason, completion.stop_reason) == ("stop", reason)
+
+    def test_all_that_vllm_takes_from_the_model_is_taken(self, tmp_path: Path, make_llm: MakeLLM) -> None:
+        make_tiny_model(tmp_path)
+        taken: dict[str, Any] = {"temperature": 0.5, "top_k": 3, "top_p": 0.5, "min_p": 0.1, "repetition_penalty": 1.1}
+        taken |= {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+        (tmp_path / "generation_config.json").write_text(json.dumps({**taken, "max_new_tokens": 5, "max_length": 9}))
+        assert make_llm(tmp_path).get_default_sampling_params() == SamplingParams(**taken, max_tokens=5)
+
     def test_a_bad_suggestion_concerns_only_those_who_rely_on_it(self, tmp_path: Path, make_llm: MakeLLM) -> None:
         make_tiny_model(tmp_path)
         (tmp_path / "generation_config.json").write_text('{"temperature": -1}')
@@ -231,3 +250,37 @@ class TestPromptsAndOutputs:
             assert [next(iter(entry)) for entry in completion.logprobs or ()] == completion.token_ids
         assert output.prompt_logprobs is not None and output.prompt_logprobs[0] is None
         assert [next(iter(entry or {})) for entry in output.prompt_logprobs[1:]] == output.prompt_token_ids[1:]
+
+
+ASKED: dict[str, Any] = {"role": "user", "content": "q"}
+
+
+class TestToolCalls:
+    """Histories as servers return them."""
+
+    @pytest.mark.parametrize("message", [{}, {"content": None}, {"content": []}])
+    def test_who_only_calls_has_said_nothing(self, message: dict[str, Any], make_llm: MakeLLM) -> None:
+        call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        history = [ASKED, {"role": "assistant", **message, "tool_calls": [call]}]
+        template = "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ';' }}{% endfor %}"
+        (output,) = make_llm().chat(history, greedy(1), use_tqdm=False, chat_template=template)
+        assert output.prompt == "user:q;assistant:;"
+
+    @pytest.mark.parametrize("calls", [None, []])
+    def test_no_calls_are_as_if_there_were_no_key(self, calls: Any, make_llm: MakeLLM) -> None:
+        history = [ASKED, {"role": "assistant", "content": "a", "tool_calls": calls}]
+        template = "{% for m in messages %}{{ 'calls' if 'tool_calls' in m else m.content }};{% endfor %}"
+        (output,) = make_llm().chat(history, greedy(1), use_tqdm=False, chat_template=template)
+        assert output.prompt == "q;a;"
+        assert history[1]["tool_calls"] == calls  # the caller's is as it was
+
+    @pytest.mark.parametrize(
+        ("arguments", "shown"),
+        [('{"a": 1}', '{"a": 1}'), ({"a": 1}, '{"a": 1}'), *((x, "{}") for x in ("", None, "{x", "[1]", "5"))],
+    )
+    def test_arguments_are_an_object(self, arguments: Any, shown: str, make_llm: MakeLLM) -> None:
+        call = {"type": "function", "function": {"name": "f", "arguments": arguments}}
+        history = [ASKED, {"role": "assistant", "content": None, "tool_calls": [call]}]
+        template = "{{ messages[1].tool_calls[0].function.arguments | tojson }}"
+        (output,) = make_llm().chat(history, greedy(1), use_tqdm=False, chat_template=template)
+        assert output.prompt == shown

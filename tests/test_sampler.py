@@ -329,7 +329,8 @@ def test_a_phrase_is_forbidden_only_at_its_last_token():
 
 def test_stop_tokens_are_suppressed_until_min_tokens():
     logits = [0.0, 1.0, 2.0, 3.0]
-    for ignore_eos, ids in ((False, [1, 1, 3]), (True, [3, 3, 3])):
+    ids = [1, 1, 3]
+    for ignore_eos in (False, True):
         params = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[2], ignore_eos=ignore_eos)
         row = Row(params, eos=[3])
         batch = SamplingRows([(row.params, row.state, 0)], 4)

@@ -75,8 +75,9 @@ def test_an_unknown_parameter_is_an_error_that_names_it(name):
 
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
-def test_a_parameter_that_only_vllm_has_may_be_none(name):
+def test_a_parameter_that_only_vllm_has_may_ask_for_nothing(name):
     params = SamplingParams(**{name: None}, temperature=0.5)
+    assert params == SamplingParams(**{name: False}, temperature=0.5) == SamplingParams(**{name: 0}, temperature=0.5)
     assert params == SamplingParams(temperature=0.5) and getattr(params, name) is None
     assert name not in repr(params) and copy.deepcopy(params) == dataclasses.replace(params) == params
     with pytest.raises(ValueError, match=f"{name}=1 is not possible; allowed: None, because it is not supported"):

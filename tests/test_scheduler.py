@@ -600,10 +600,10 @@ def test_why_a_sequence_ends() -> None:
         ({"stop_token_ids": (stop,)}, 5, "stop", None),
         ({"ignore_eos": True, "stop_token_ids": (stop,)}, 8, "stop", stop),
         ({"ignore_eos": True, "stop_token_ids": (eos,)}, 5, "stop", eos),
-        ({"min_tokens": 5}, 5, "stop", None),
-        ({"min_tokens": 6}, 12, "length", None),
-        ({"min_tokens": 8, "stop_token_ids": (stop,)}, 8, "stop", stop),
-        ({"min_tokens": 9, "stop_token_ids": (stop,)}, 12, "length", None),
+        ({"min_tokens": 4}, 5, "stop", None),
+        ({"min_tokens": 5}, 12, "length", None),
+        ({"min_tokens": 7, "stop_token_ids": (stop,)}, 8, "stop", stop),
+        ({"min_tokens": 8, "stop_token_ids": (stop,)}, 12, "length", None),
     ]
     for params, length, finish_reason, stop_reason in cases:
         engine = NullEngine(eos=(eos,))

@@ -313,6 +313,9 @@ def test_the_page_is_made_by_the_command(make_llm: MakeLLM, tmp_path: Path, caps
     assert "".join(page_data(page.read_text())["texts"]).startswith("The quick brown fox")
     assert main(["trace", str(path)]) == 0
     assert (tmp_path / "run.html").read_text() == page.read_text()
+    capsys.readouterr()
+    assert main(["trace", str(path), "-o", "-"]) == 0
+    assert capsys.readouterr().out == page.read_text()
     assert main(["trace", str(tmp_path / "missing.jsonl")]) == 2
     assert "missing.jsonl" in capsys.readouterr().err
     assert main(["trace", str(path), "-o", str(page), "--tokenizer", str(tmp_path)]) == 0

@@ -102,18 +102,18 @@ class Detokenizer:
         """Take in an output token; the stop string that is now complete, or None.
 
         Of several the one whose end comes first is taken (then the longest), as if the text came character by
-        character. Stop strings that end in the text of the first `min_tokens - 1` tokens do not count.
+        character. Stop strings that end in the text of the first `min_tokens` tokens do not count.
         """
         self._num_tokens += 1
         new = self._new_text(token_id)
         self._pieces.append(new)
-        if token_id in self._stop_tokens and self._num_tokens >= self._params.min_tokens:
+        if token_id in self._stop_tokens and self._num_tokens > self._params.min_tokens:
             stop = self._stop_tokens[token_id]
             self._pieces.append(stop if self._params.include_stop_str_in_output else "")
             return stop
         searched = self._tail + new
         hits = []
-        if new and self._num_tokens >= self._params.min_tokens:
+        if new and self._num_tokens > self._params.min_tokens:
             for stop in self._params.stop:
                 start = searched.find(stop, max(0, len(self._tail) - len(stop) + 1))
                 if start >= 0:

@@ -79,8 +79,8 @@ class Engine:
         self.device = _device(config.device)
         self.inputs = make_inputs(config, directory, self.model_config)
         # Chat models that were tuned from a base model often name the end of a turn only in their tokenizer.
-        own_eos = getattr(self.inputs.tokenizer, "eos_token_id", None)
-        self.eos_token_ids = tuple({*self.model_config.eos_token_ids, *([] if own_eos is None else [own_eos])})
+        own = self._main_eos_id = getattr(self.inputs.tokenizer, "eos_token_id", None)
+        self.eos_token_ids = tuple({*self.model_config.eos_token_ids, *([] if own is None else [own])})
         self.dead: str | None = None
         self._num_requests = 0
         self._num_sequences = 0
@@ -119,7 +119,7 @@ class Engine:
         hasher = BlockHasher(config.prefix_caching_hash_algo)
         self.events = self._make_events(directory, num_blocks) if config.trace or log_events else None
         self.manager = BlockManager(num_blocks, config.block_size, hasher, config.enable_prefix_caching, self.events)
-        self.scheduler = Scheduler(self.manager, table, budget, self.eos_token_ids)
+        self.scheduler = Scheduler(self.manager, table, budget, self.eos_token_ids, self._main_eos_id)
         self.store = self._open_store(config.prefix_cache_file) if config.prefix_cache_file else None
         if on_cuda and not config.enforce_eager and isinstance(kernels, FixedWorkKernels):
             self.runner.capture_graphs(CudaBackend(), table.block_table.shape[1])

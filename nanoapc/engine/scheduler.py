@@ -47,6 +47,8 @@ class Scheduler:
     Args:
         table: its rows are the sequences that may run at once.
         max_num_batched_tokens: the token budget of a step.
+        eos_token_ids: what ends a text.
+        main_eos_id: the one of them that is no `stop_reason`; None: none of them is.
     """
 
     def __init__(
@@ -55,6 +57,7 @@ class Scheduler:
         table: SequenceTable,
         max_num_batched_tokens: int,
         eos_token_ids: Iterable[int] = (),
+        main_eos_id: int | None = None,
     ):
         self.manager = manager
         self.table = table
@@ -64,6 +67,7 @@ class Scheduler:
         self.stats = PrefixCacheStats()
         self.events = manager.events
         self._eos = np.asarray(sorted(eos_token_ids), np.int64)
+        self._main_eos_id = main_eos_id
         self._watermark_blocks = int(WATERMARK * len(manager.pool.blocks))
         self._composition = 0  # which sequences run, as a number: while it stays, so does the attention forest
         # Table rows with something to compute, sorted by block table; None: to be sorted.
@@ -344,9 +348,10 @@ class Scheduler:
             seq.finish_reason, seq.stop_reason = "error", seq.params.exclusion(num_output - 1)
             return True
         stop_string = seq.detokenizer.append(token_id) if seq.detokenizer is not None else None
-        if num_output >= seq.params.min_tokens:
+        if num_output > seq.params.min_tokens:
             if not seq.params.ignore_eos and token_id in self._eos:
                 seq.finish_reason = "stop"
+                seq.stop_reason = None if self._main_eos_id in (None, token_id) else token_id
             elif token_id in seq.stop_token_ids:
                 seq.finish_reason, seq.stop_reason = "stop", token_id
             elif stop_string is not None:

@@ -103,7 +103,7 @@ def make_state(
 
     eos_token_ids: the model's; bad_words_ids: `params.bad_words_ids(tokenizer)`.
     """
-    stop_ids = [*params.stop_token_ids, *(() if params.ignore_eos else eos_token_ids)]
+    stop_ids = [*params.stop_token_ids, *eos_token_ids]  # with ignore_eos, too, as in vLLM
     edits = (params.logit_bias, params.allowed_token_ids, bad_words_ids, params.min_tokens and stop_ids)
     if params.has_penalties or any(edits):
         return SamplerState(params, stop_ids, bad_words_ids)

@@ -35,6 +35,7 @@ NULL_IS_A_VALUE = ("num_key_value_heads", "head_dim", "sliding_window", "eos_tok
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SAMPLING = {
     **{name: name for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")},
+    **{name: name for name in ("presence_penalty", "frequency_penalty")},
     "max_new_tokens": "max_tokens",
 }
 """Keys of generation_config.json -> the fields of SamplingParams that they are about."""
