@@ -94,7 +94,7 @@ def add_parser(subparsers: Any) -> None:
     """`nanoapc trace run.jsonl -o run.html`."""
     parser = subparsers.add_parser("trace", help="turn a trace into a page that shows the cache step by step")
     parser.add_argument("trace", help="what LLM(..., trace=FILE) has written")
-    parser.add_argument("-o", "--output", help="the page (default: the trace's name with .html; '-' is standard output)")
+    parser.add_argument("-o", "--output", help="the page (default: the trace's name with .html); '-': standard output")
     parser.add_argument("--tokenizer", help="a directory or hub name (default: the one of the traced run)")
     parser.set_defaults(run=run)
 
