@@ -274,6 +274,15 @@ def test_linear_equals_the_reference(kernels: Kernels, shape: tuple[int, int], d
             torch.testing.assert_close(out, expected, **close(dtype))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("num_inputs", [64, 70])
+def test_linear_takes_columns_of_a_wider_tensor(kernels: Kernels, num_inputs: int, dtype: torch.dtype) -> None:
+    linear = kernels.pack_linear(torch.randn(100, num_inputs).to(dtype), None)
+    for num_rows in (1, 2, 31, 33, 47, 64):
+        x = torch.randn(num_rows, num_inputs + 9).to(dtype)[:, 3 : 3 + num_inputs]
+        assert torch.equal(linear(x), linear(x.clone(memory_format=torch.contiguous_format)))
+
+
 @pytest.mark.parametrize("num_exponents", [1, 15, 16, 254])
 @pytest.mark.parametrize("shape", [(64, 64), (100, 70), (2080, 96)])
 def test_any_weight_is_kept_exactly(kernels: Kernels, shape: tuple[int, int], num_exponents: int) -> None:

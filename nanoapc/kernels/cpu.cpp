@@ -1,7 +1,7 @@
 // The CPU kernels as PyTorch operators (torch.ops.nanoapc_cpu.*), see kernels/__init__.py for what each has to do.
 //
 // Invariant: a row's result does not depend on the other rows of the call, nor on the number of threads.
-// `amx` says whether bfloat16 products may use the matrix unit (it is ignored where there is none).
+// `amx` says whether attention may use the matrix unit for bfloat16 (it is ignored where there is none).
 
 #include "cpu_attention.h"
 #include "cpu_linear.h"
@@ -52,7 +52,8 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> pack_linear_weight(const Tensor& weig
 Tensor packed_linear(const Tensor& x, const Tensor& stream, const Tensor& escapes, const Tensor& starts,
                      const Tensor& exponents, const std::optional<Tensor>& bias, int64_t num_outputs, bool gated) {
   TORCH_CHECK(x.dim() == 2 && x.stride(1) == 1 && x.scalar_type() == at::kBFloat16 &&
-                  x.size(1) == stream.size(1) * 32 && amx_available(),
+                  x.size(1) == stream.size(1) * 32 && (1 + gated) * num_outputs <= stream.size(0) * 32 &&
+                  amx_available(),
               "packed_linear: x ", x.sizes(), " does not fit ", stream.sizes());
   Tensor out = at::empty({x.size(0), num_outputs}, x.options());
   using T = c10::BFloat16;
@@ -161,7 +162,10 @@ std::tuple<Tensor, Tensor> rms_norm(const Tensor& x, const std::optional<Tensor>
       f32x16 squares{};
       for (int64_t i = 0; i < n; i += LANES) {
         f32x16 v = load_some(xp + first + i, n - i);
-        if (rp) store_some(sum + first + i, v = round_to<T>(v + load_some(rp + first + i, n - i)), n - i);
+        if (rp) {
+          v = round_to<T>(v + load_some(rp + first + i, n - i));
+          store_some(sum + first + i, v, n - i);
+        }
         squares += v * v;
       }
       const float factor = inverse_rms(squares, n, eps);

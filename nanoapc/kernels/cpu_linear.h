@@ -125,7 +125,7 @@ struct TokenTiles {
     stride = num_tokens > 1 ? tokens.stride(0) : k;
     first_copied = few() ? 0 : num_tokens / LANES * LANES;
     row = few() ? 32 : stride, step = few() ? 32 * LANES : 32;
-    T* copy = scratch<T>(COLUMNS, 2 * LANES * std::max(k, stride));
+    T* copy = scratch<T>(COLUMNS, few() ? 2 * LANES * k : LANES * std::max(k, stride));
     copied = copy;
     for (int64_t i = first_copied; i < num_tokens; ++i) {
       T* to = copy + (i - first_copied) / LANES * LANES * k + i % LANES * row;
@@ -149,7 +149,7 @@ void multiply_panel(const TokenTiles& tokens, int64_t t, bool two, B b, float* c
 }
 
 // x [T, k], k a multiple of 32. While the first 32 tokens are multiplied, a panel's next step is unpacked and the
-// outputs of the panel before are stored. If there are more tokens, the panels stay unpacked for them.
+// outputs of the panel before are stored. If there are more tokens, the panels stay unpacked for the rest of the chunk.
 template <typename Outputs>
 void linear_packed(const Tensor& x, const PackedWeight& weight, const Outputs& outputs) {
   constexpr int64_t PAIR = 2 * LANES;  // tokens that are multiplied at once
@@ -179,8 +179,8 @@ void linear_packed(const Tensor& x, const PackedWeight& weight, const Outputs& o
       Unpacker unpacker(weight, p);
       for (int64_t part = 0; part < PARTS; ++part) unpacker.part(place + part * PART);
       multiply(tile, p, [=, &store_rows](int64_t s, int part) mutable INLINED {
-        if (s + 1 < steps) unpacker.part(place + (s + 1 & mask) * STEP + part * PART);
-        if (part == 7 && p > panel) store_rows(tile, p - 1, s * rows_a_step, (s + 1) * rows_a_step);
+        if (s + 1 < steps) unpacker.part(place + ((s + 1) & mask) * STEP + part * PART);
+        if (part == PARTS - 1 && p > panel) store_rows(tile, p - 1, s * rows_a_step, (s + 1) * rows_a_step);
       });
     }
     store_rows(tile, end_panel - 1, 0, PAIR);

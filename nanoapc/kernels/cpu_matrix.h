@@ -165,7 +165,7 @@ struct FetchAhead {
   const c10::BFloat16* b;
   int64_t b_step;
 
-  inline INLINED void operator()(int64_t s, int part) const {
+  INLINED void operator()(int64_t s, int part) const {
     if (part == 0)
       for (int64_t i = 0; i < b_step; i += 32 * LANES) __builtin_prefetch(b + (s + 4) * b_step + i);
   }
@@ -183,7 +183,6 @@ struct AmxEngine {
   using Element = c10::BFloat16;
   using Packed = c10::BFloat16;
   static constexpr int K_MULTIPLE = 32;
-  static constexpr int TILES_AT_ONCE = 2;
 
   struct Session {  // all eight tile registers as 16 rows of 64 bytes
     Session() {

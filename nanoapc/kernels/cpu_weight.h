@@ -8,8 +8,9 @@
 // them as its right side, in the order in which they are read, so that memory gives them in one stream:
 //
 //     [panel of 32 outputs][step of 32 k]: 2 tiles of [16 pairs of k][16 outputs][2] = 8 parts of 128 elements
-//     part: [codes: 32 words of 4 x 4 bits][sign and mantissa: 2 x 32 words of 2 x 8 bits]; element 32 * i + lane of
-//           the part has bits 4 * i of word `lane` of the codes and is one half of word `lane` of pair i / 2.
+//     part: [codes: 32 words of 4 x 4 bits][sign and mantissa: 2 x 32 words of 2 x 8 bits]; of element
+//           32 * i + lane, word `lane` of the codes has the code at bit 4 * i, word `lane` of the i / 2-th 32 the rest
+//           where the element has it (bits 15 and 6 to 0), or with the word's bytes swapped if i is odd.
 //
 // Invariant: what is unpacked is the weight, bit by bit, whatever bits it has.
 
@@ -31,15 +32,15 @@
 namespace nanoapc {
 
 constexpr int64_t STEP = 2 * 32 * LANES;                     // elements of a step of a panel
-constexpr int64_t PARTS = 8, PART = STEP / PARTS;            // its parts, and a part's elements
+constexpr int64_t PARTS = 8, PART = STEP / PARTS;            // one for each call of aside; a part's elements
 constexpr int64_t PART_BYTES = PART * 3 / 2, STEP_BYTES = PARTS * PART_BYTES;
 constexpr int64_t ESCAPES_READ = 32;                         // escapes that are loaded at once, needed or not
 
 // stream [panels][k / 32][STEP_BYTES], escapes [their number + ESCAPES_READ] bytes, starts [panels] into escapes,
-// exponents [32]: what a code stands for, where it has its place in the element
+// exponents [32, a vector]: what codes 1 to 15 stand for, shifted to where an element has it
 using PackedWeight = std::tuple<Tensor, Tensor, Tensor, Tensor>;
 
-// The 15 most frequent exponents, as a sample of the weight tells; 0 for code 0.
+// The 15 most frequent exponents, as a sample of the weight tells, from [1] on.
 inline std::array<uint16_t, 32> frequent_exponents(const c10::BFloat16* weight, int64_t num_rows, int64_t k) {
   std::array<int64_t, 256> counts{};
   for (int64_t row = 0; row < num_rows; row += 1 + num_rows / 256)
@@ -97,7 +98,8 @@ inline INLINED const uint8_t* unpack_part(const uint8_t* part, const uint8_t* es
   return escapes;
 }
 
-// Bytes in pages of 2 MiB, if the system has them: who reads them all waits less for addresses to be translated.
+// Bytes in pages of 2 MiB, if the system has them: who reads them all waits less for addresses to be translated. What
+// does not fill a page is in small ones.
 inline Tensor large_bytes(at::IntArrayRef sizes, const at::TensorOptions& options) {
   constexpr size_t PAGE = 2 << 20;
   const size_t num_bytes = c10::multiply_integers(sizes);
@@ -132,7 +134,10 @@ inline PackedWeight pack_weight(const Tensor& weight, bool gated) {
       }
   });
   int64_t total = 0;
-  for (int64_t p = 0; p < panels; total += of_panel[p++].size()) starts.mutable_data_ptr<int64_t>()[p] = total;
+  for (int64_t p = 0; p < panels; ++p) {
+    starts.mutable_data_ptr<int64_t>()[p] = total;
+    total += of_panel[p].size();
+  }
   Tensor escapes = at::empty({total + ESCAPES_READ}, bytes);
   auto* to = escapes.mutable_data_ptr<uint8_t>();
   for (const auto& list : of_panel) to = std::copy(list.begin(), list.end(), to);
@@ -141,7 +146,7 @@ inline PackedWeight pack_weight(const Tensor& weight, bool gated) {
   return {stream, escapes, starts, table};
 }
 
-// Unpacks a weight's steps, one panel's after the other's, from the first of a panel on.
+// Unpacks the parts of a panel's steps, one a call.
 struct Unpacker {
   Unpacker(const PackedWeight& weight, int64_t panel) {
     const auto& [stream, all_escapes, starts, table] = weight;
@@ -150,7 +155,7 @@ struct Unpacker {
     exponents = _mm512_loadu_si512(table.const_data_ptr<int16_t>());
   }
 
-  inline INLINED void part(c10::BFloat16* out) {
+  INLINED void part(c10::BFloat16* out) {
     for (int64_t i = 0; i < PART_BYTES; i += 64) __builtin_prefetch(next + AHEAD + i);
     escapes = unpack_part(next, escapes, exponents, out);
     next += PART_BYTES;
