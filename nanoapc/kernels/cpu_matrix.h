@@ -113,6 +113,9 @@ inline bool amx_available() {  // Linux gives a process the tile registers only 
 
 #ifdef NANOAPC_AMX
 
+// GCC's tile loads do not tell it that they read memory; it would be free to delay or drop the stores before them.
+inline INLINED void finish_stores() { asm volatile("" ::: "memory"); }
+
 // Blocks of C: A tiles [16 rows][32 k] times B tiles [16 pairs of k][16 columns][2], `steps` of 32 k; the first B tile
 // of a step is at b(step). All tiles of a step are loaded before its products.
 //
@@ -124,6 +127,7 @@ inline void multiply_tiles(const c10::BFloat16* const* a, int64_t a_row, int64_t
   const c10::BFloat16 *a0 = a[0], *a1 = a[NA - 1];
   float *c01 = c + c_b, *c10 = c + c_a, *c11 = c + c_a + c_b;
   if (add) {
+    finish_stores();
     _tile_loadd(0, c, 64);
     if constexpr (NB > 1) _tile_loadd(1, c01, 64);
     if constexpr (NA > 1) _tile_loadd(2, c10, 64);
@@ -136,6 +140,7 @@ inline void multiply_tiles(const c10::BFloat16* const* a, int64_t a_row, int64_t
   }
   for (int64_t s = 0; s < steps; ++s) {
     const c10::BFloat16* b0 = b(s);
+    finish_stores();
     _tile_loadd(4, a0 + s * a_step, a_row * 2);
     aside(s, 0);
     _tile_loadd(6, b0, 64);

@@ -105,7 +105,9 @@ inline Tensor large_bytes(at::IntArrayRef sizes, const at::TensorOptions& option
   const size_t num_bytes = c10::multiply_integers(sizes);
   void* memory = std::aligned_alloc(PAGE, (num_bytes + PAGE - 1) / PAGE * PAGE);
   if (!memory) throw std::bad_alloc();
-  madvise(memory, num_bytes / PAGE * PAGE, MADV_HUGEPAGE);
+  const size_t whole = num_bytes / PAGE * PAGE;
+  madvise(memory, whole, MADV_HUGEPAGE);
+  if (num_bytes > whole) madvise(static_cast<char*>(memory) + whole, PAGE, MADV_NOHUGEPAGE);
   return at::from_blob(memory, sizes, [](void* p) { std::free(p); }, options);
 }
 
