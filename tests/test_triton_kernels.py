@@ -49,9 +49,7 @@ class OnTheGpu:
     def __init__(self, kernels: TritonKernels):
         self._kernels = kernels
 
-    def pack_linear(
-        self, weight: Tensor, bias: Tensor | None, gated: bool = False, shared: bool = False
-    ) -> Callable[[Tensor], Tensor]:
+    def pack_linear(self, weight: Tensor, bias: Tensor | None, gated: bool = False) -> Callable[[Tensor], Tensor]:
         linear = self._kernels.pack_linear(weight.cuda(), None if bias is None else bias.cuda(), gated)
         return lambda x: linear(x.cuda()).cpu()
 
