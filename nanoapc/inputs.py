@@ -314,10 +314,10 @@ def _plain_message(message: Any, name: str) -> dict[str, Any]:
         plain["content"] = "\n".join(part["text"] for part in content)
     elif content is None:
         plain["content"] = ""  # as in vLLM: many templates put it between two texts
-    if isinstance(calls, list):
-        plain["tool_calls"] = [_parsed_call(call) for call in calls]
     if message["role"] == "assistant" and not calls:
         plain.pop("tool_calls", None)  # templates ask whether there is such a key
+    elif isinstance(calls, list):
+        plain["tool_calls"] = [_parsed_call(call) for call in calls]
     return plain
 
 

@@ -292,4 +292,4 @@ CHECKS: dict[str, Callable[[str, Any], Any]] = {
 KINDS = {item.name: str(item.type) for item in fields(SamplingParams)}
 """The type of each parameter."""
 UNSUPPORTED = [name for name in SamplingParams.__dataclass_fields__ if name not in KINDS]
-"""Parameters of vLLM that may be None and nothing else."""
+"""Parameters of vLLM that may ask for nothing (None, False, 0) and nothing else."""

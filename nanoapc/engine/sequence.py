@@ -169,7 +169,7 @@ class SequenceTable:
         self.num_scheduled_tokens[row] = 0
         self.first_writable[row] = first_writable
         self.length_limit[row] = seq.num_prompt_tokens + seq.max_tokens
-        least = min(seq.params.min_tokens, seq.max_tokens)  # no room for more
+        least = min(seq.params.min_tokens + 1, seq.max_tokens)  # no room for more
         self.eos_after[row] = self.NEVER if seq.params.ignore_eos else seq.num_prompt_tokens + least
         self.needs_every_token[row] = seq.needs_every_token
         self.needs_last_token[row] = seq.needs_last_token

@@ -92,7 +92,7 @@ void linear_in_place(const Tensor& x, const Tensor& weight, const Outputs<T>& ou
     });
     auto work = [&](int64_t tile, int64_t end_tile, int64_t panel, int64_t end_panel) {
       float* c = scratch<float>(RESULT, AT_ONCE * 2 * BLOCK);  // [tile][2 groups][16 outputs][16 tokens]
-      alignas(64) float rows[2][BLOCK];                     // [16 tokens][16 outputs]
+      alignas(64) float rows[2][BLOCK];                        // [16 tokens][16 outputs]
       for (int64_t first = tile; first < end_tile; first += AT_ONCE)
         for (int64_t p = panel; p < end_panel; ++p) {
           const T* groups[2] = {wp + p * Outputs<T>::WIDTH * k};
@@ -161,8 +161,9 @@ void linear_packed(const Tensor& x, const PackedWeight& weight, const Outputs& o
     auto* unpacked = scratch<c10::BFloat16>(CONVERTED, std::max((end_panel - panel) * panel_size, 2 * STEP));
     float* results = scratch<float>(RESULT, 2 * 4 * BLOCK);
     auto result = [=](int64_t p) { return results + p % 2 * 4 * BLOCK; };
+    auto unpacked_panel = [=](int64_t p) { return unpacked + (p - panel) * panel_size; };
     auto multiply = [&](int64_t t, int64_t p, auto aside) {
-      auto* place = unpacked + (p - panel) * panel_size;
+      auto* place = unpacked_panel(p);
       auto b = [=](int64_t s) { return place + (s & mask) * STEP; };
       multiply_panel(tokens, t, t + 1 < end_tile, b, result(p), aside);
     };
@@ -175,7 +176,7 @@ void linear_packed(const Tensor& x, const PackedWeight& weight, const Outputs& o
       }
     };
     for (int64_t p = panel; p < end_panel; ++p) {
-      auto* place = unpacked + (p - panel) * panel_size;
+      auto* place = unpacked_panel(p);
       Unpacker unpacker(weight, p);
       for (int64_t part = 0; part < PARTS; ++part) unpacker.part(place + part * PART);
       multiply(tile, p, [=, &store_rows](int64_t s, int part) mutable INLINED {
@@ -186,7 +187,7 @@ void linear_packed(const Tensor& x, const PackedWeight& weight, const Outputs& o
     store_rows(tile, end_panel - 1, 0, PAIR);
     for (int64_t t = tile + 2; t < end_tile; t += 2)
       for (int64_t p = panel; p < end_panel; ++p) {
-        multiply(t, p, FetchAhead{unpacked + (p - panel) * panel_size, STEP});
+        multiply(t, p, FetchAhead{unpacked_panel(p), STEP});
         store_rows(t, p, 0, PAIR);
       }
   };
