@@ -173,8 +173,8 @@ class InputProcessor:
             if not isinstance(item, SamplingParams):
                 raise ValueError(f"sampling_params[{index}] is {short(item)}; it must be a SamplingParams")
             if id(item) not in copies:
-                copies[id(item)] = item.clone()
                 try:
+                    copies[id(item)] = item.clone()
                     copies[id(item)].verify(self.num_valid_ids, self.tokenizer)
                 except ValueError as error:
                     raise ValueError(f"sampling_params of prompt {index}: {error}") from None

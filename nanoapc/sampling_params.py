@@ -99,10 +99,9 @@ class SamplingParams:
             raise _error("skip_reading_prefix_cache", False, remedy)
 
     def clone(self) -> SamplingParams:
-        """A copy that shares nothing with this one that can change."""
+        """A copy that shares nothing with this one that can change; what was changed in place is checked again."""
         twin = copy.copy(self)
-        if self.logit_bias is not None:
-            vars(twin)["logit_bias"] = dict(self.logit_bias)
+        twin.logit_bias = self.logit_bias
         return twin
 
     @property

@@ -194,6 +194,14 @@ class TestIdsOfParameters:
         assert_idle(llm)
         assert token_ids(run(llm, [PROMPT])) == token_ids(run(cache_off, [PROMPT]))
 
+    @pytest.mark.parametrize("key", [-1, 320, "x", 12])
+    def test_a_bias_that_is_changed_in_place_is_checked_like_a_new_one(self, key: Any, make_llm: MakeLLM) -> None:
+        llm, params = make_llm(), greedy(logit_bias={3: 1.0})
+        params.logit_bias[key] = float("nan") if key == 12 else 5.0  # type: ignore[index]
+        with pytest.raises(ValueError, match=r"sampling_params of prompt 1: logit_bias"):
+            run(llm, [PROMPT, PROMPT], [greedy(), params])
+        assert_idle(llm)
+
     @pytest.mark.parametrize("penalty", [1e-6, 1e30])
     @pytest.mark.parametrize("bias", [-1e30, 1e30])
     def test_the_largest_and_smallest_numbers_together_stay_finite(
