@@ -459,10 +459,20 @@ class TestNaN:
         llm = make_llm(overflowing, dtype="float16")
         with pytest.raises(
             RuntimeError,
-            match=r"prompt 0: its logits are NaN or infinite: the dtype overflows; use dtype='bfloat16' or 'float32'",
+            match=r"prompt 0 .*: its logits are NaN or infinite: the dtype overflows; use dtype='bfloat16'",
         ):
             run(llm, [PROMPT], params)
         assert_idle(llm)
+
+    def test_a_request_of_the_step_interface_is_named_by_its_id(self, tmp_path: Path, make_llm: MakeLLM) -> None:
+        make_tiny_model(tmp_path)
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["model.embed_tokens.weight"][50] = float("nan")
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        llm = make_llm(tmp_path)
+        _, bad = (llm.add_request({"prompt_token_ids": ids}, greedy()) for ids in ([40, 41], [50, 51]))
+        with pytest.raises(RuntimeError, match=rf"request_id {bad}\): its logits are NaN"):
+            llm.step()
 
     def test_the_engine_goes_on_with_better_weights(
         self, overflowing: Path, model_dir: Path, make_llm: MakeLLM

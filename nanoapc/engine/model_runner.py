@@ -93,7 +93,7 @@ def _check_excluded(seq: Sequence, num_valid_ids: int, dtype: torch.dtype) -> No
         if dtype is not torch.float16:
             name = str(dtype).removeprefix("torch.")
             cause = f"a weight of the checkpoint is NaN or infinite, or exceeds the range of {name}; check the weights"
-        where = f"prompt {seq.request.index}: its logits are NaN or infinite"
+        where = f"prompt {seq.request.index} (request_id {seq.request.request_id}): its logits are NaN or infinite"
         raise RuntimeError(f"no token can be sampled for {where}: {cause}")
 
 
