@@ -212,6 +212,8 @@ class LLM:
 
     def abort_request(self, request_id: str) -> bool:
         """Drops an unfinished request of `add_request`; False if there is none of this id."""
+        if not isinstance(request_id, str):
+            raise ValueError(f"request_id is {request_id!r}; pass one text at a time, as add_request has returned it")
         with self._between_steps() as deferred:
             request = self._steps.pending.pop(request_id, None)
             if request is not None:

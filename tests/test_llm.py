@@ -517,6 +517,14 @@ class TestSteps:
         assert not llm.abort_request(ids[1])
         assert_idle(llm)
 
+    def test_an_id_that_is_no_text_is_refused(self, make_llm: MakeLLM) -> None:
+        llm = make_llm()
+        request_id = llm.add_request({"prompt_token_ids": random_ids(9)}, greedy(4))
+        for wrong in (int(request_id), [request_id], None):  # as a number, as vLLM's LLMEngine has them
+            with pytest.raises(ValueError, match=r"request_id is .*; pass one text at a time"):
+                llm.abort_request(wrong)  # type: ignore[arg-type]
+        assert llm.abort_request(request_id)
+
     def test_aborting_all_leaves_nothing(self, make_llm: MakeLLM) -> None:
         llm = make_llm()
         ids = [llm.add_request(random_ids(11), greedy(8)) for _ in range(5)]
