@@ -78,15 +78,17 @@ class SamplingParams:
 
     def __post_init__(self, *unsupported: Any) -> None:
         for name, value in zip(UNSUPPORTED, unsupported, strict=True):
-            if value not in (None, False):  # 0 is False
-                raise _error(name, value, "None, because it is not supported")
+            setattr(self, name, value)
         self._check_together()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Takes a value that passes its own check; whether it goes with the others is seen before a request runs."""
-        if name not in KINDS:
+        if name in KINDS:
+            object.__setattr__(self, name, _normalised(name, value))
+        elif name not in UNSUPPORTED:
             raise AttributeError(f"SamplingParams has no parameter {name!r}")
-        object.__setattr__(self, name, _normalised(name, value))
+        elif value not in (None, False):  # 0 is False
+            raise _error(name, value, "None, because it is not supported")
 
     def _check_together(self) -> None:
         """ValueError for parameters that exclude each other."""
