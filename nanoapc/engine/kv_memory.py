@@ -28,7 +28,8 @@ from nanoapc.config import EngineConfig
 from nanoapc.models.config import ModelConfig
 
 CPU_SHARE = 0.4
-"""Share of the available memory that the KV cache takes on the CPU by default."""
+"""Share of the available memory that the KV cache takes on the CPU by default. It is taken as blocks are first used, so
+LLMs that are made beside each other all find it free: where there are several, give each kv_cache_memory_bytes."""
 MOST_BLOCKS = 2**20
 """Of a cache on CUDA, unless more are asked for or the sequences of a step need more: the host keeps an object for
 each, and a tiny model on a large card would have tens of millions."""
