@@ -353,7 +353,8 @@ class LLM:
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replaces all weights by (name, tensor) pairs with the checkpoint's names, and resets the prefix cache.
 
-        Weights that are changed behind the engine's back need `reset_prefix_cache()`.
+        Weights that are changed behind the engine's back need `reset_prefix_cache()`, and no prefix_cache_file: it
+        would pass what they have computed for the work of the weights that were loaded.
         """
         with self._lock:
             self._check_open()
