@@ -298,8 +298,9 @@ def _plain_messages(messages: Any, name: str) -> list[dict[str, Any]]:
 def _plain_message(message: Any, name: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"{name} is {short(message)}; it must be a dict with a 'role' and a 'content'")
-    plain = dict(message)
-    content, calls = message.get("content"), message.get("tool_calls")
+    # Templates ask whether there is such a key, and rows of a table have every key that any of them has.
+    plain = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
+    content, calls = plain.get("content"), plain.get("tool_calls")
     if content is None and not (message["role"] == "assistant" and calls):
         raise ValueError(f"{name} has no content; give it a text (only an assistant's with tool_calls may lack it)")
     if content is not None and not isinstance(content, str | list):
@@ -314,9 +315,7 @@ def _plain_message(message: Any, name: str) -> dict[str, Any]:
         plain["content"] = "\n".join(part["text"] for part in content)
     elif content is None:
         plain["content"] = ""  # as in vLLM: many templates put it between two texts
-    if message["role"] == "assistant" and not calls:
-        plain.pop("tool_calls", None)  # templates ask whether there is such a key
-    elif isinstance(calls, list):
+    if isinstance(calls, list):
         plain["tool_calls"] = [_parsed_call(call) for call in calls]
     return plain
 

@@ -267,12 +267,25 @@ class TestToolCalls:
         assert output.prompt == "user:q;assistant:;"
 
     @pytest.mark.parametrize("calls", [None, []])
-    def test_no_calls_are_as_if_there_were_no_key(self, calls: Any, make_llm: MakeLLM) -> None:
-        history = [ASKED, {"role": "assistant", "content": "a", "tool_calls": calls}]
+    @pytest.mark.parametrize("role", ["assistant", "user", "tool"])
+    def test_no_calls_are_as_if_there_were_no_key(self, role: str, calls: Any, make_llm: MakeLLM) -> None:
+        history = [ASKED, {"role": role, "content": "a", "tool_calls": calls}]
         template = "{% for m in messages %}{{ 'calls' if 'tool_calls' in m else m.content }};{% endfor %}"
         (output,) = make_llm().chat(history, greedy(1), use_tqdm=False, chat_template=template)
         assert output.prompt == "q;a;"
         assert history[1]["tool_calls"] == calls  # the caller's is as it was
+
+    def test_a_key_without_a_value_reaches_no_template(
+        self, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In rows of a table each message has the keys of all others (not every transformers 5 drops them)."""
+        llm, seen = make_llm(), []
+        template = llm.get_tokenizer().apply_chat_template
+        monkeypatch.setattr(
+            llm.get_tokenizer(), "apply_chat_template", lambda m, **options: seen.append(m) or template(m, **options)
+        )
+        llm.chat([{**ASKED, "name": None, "tool_call_id": None}], greedy(1), use_tqdm=False)
+        assert seen == [[ASKED]]
 
     @pytest.mark.parametrize(
         ("arguments", "shown"),
