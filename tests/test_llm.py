@@ -34,12 +34,14 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from nanoapc import LLM, RequestOutput, SamplingParams
+from nanoapc.engine import engine as engine_module
 from nanoapc.engine.block_manager import BlockManager
 from nanoapc.engine.block_pool import BlockPool, FreeBlockQueue
 from nanoapc.engine.model_runner import InFlight, ModelRunner
 from nanoapc.engine.request import Request, make_sequences
 from nanoapc.engine.scheduler import Scheduler
 from nanoapc.engine.sequence import Sequence, SequenceTable
+from nanoapc.kernels.reference import ReferenceKernels
 from nanoapc.models.checkpoint import load_tokenizer
 
 MESSAGES = [{"role": "user", "content": "What jumps over the lazy dog?"}]
@@ -990,6 +992,20 @@ class TestProgress:
 
 
 class TestSurroundings:
+    @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+    def test_a_callers_autocast_does_not_matter(
+        self, dtype: str, make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Training loops generate inside it; it would change the products that PyTorch computes."""
+        monkeypatch.setattr(engine_module, "select_kernels", lambda *_: ReferenceKernels())
+        llm, prompts = make_llm(dtype=dtype), [random_ids(9), random_ids(20)]
+        expected = run(llm, prompts, logprobs=1)
+        for autocast_dtype in (torch.bfloat16, torch.float16):
+            llm.reset_prefix_cache()
+            with torch.autocast("cpu", dtype=autocast_dtype):
+                found = run(llm, prompts, logprobs=1)
+            assert [output.outputs for output in found] == [output.outputs for output in expected]
+
     def test_pytorchs_default_dtype_does_not_matter(self, make_llm: MakeLLM) -> None:
         params = {"repetition_penalty": 1.3, "frequency_penalty": 0.5, "logit_bias": {5: 1.0}, "logprobs": 2}
         expected = run(make_llm(), [random_ids(9)], **params)

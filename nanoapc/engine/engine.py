@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -86,7 +86,7 @@ class Engine:
         self._num_sequences = 0
         self._settled_at = 0.0
         self.phases = {phase: PhaseStats() for phase in ("prefill", "decode", "mixed")}
-        with self._current_device():
+        with self._own_context():
             self._build(str(directory), log_events)
 
     # Tensors that are made in the caller's inference mode could not be written outside it.
@@ -128,9 +128,13 @@ class Engine:
         self.overlap = wanted and self.events is None
         self._in_flight: tuple[InFlight, float] | None = None  # and when the host began with it
 
-    def _current_device(self) -> AbstractContextManager[Any]:
-        """Inside it streams, events and kernels are those of this engine's device, whichever thread runs."""
-        return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+    @contextmanager
+    def _own_context(self) -> Iterator[None]:
+        """Inside it streams, events and kernels are those of this engine's device, whichever thread runs, and the
+        caller's autocast is off."""
+        device = torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
+        with device, torch.autocast(self.device.type, enabled=False):
+            yield
 
     def _make_runner(self, model: CausalLM, num_blocks: int) -> ModelRunner:
         config, kernels = self.config, model.kernels
@@ -218,7 +222,7 @@ class Engine:
         self.check_usable()
         self._in_step = True
         try:
-            with self._current_device():
+            with self._own_context():
                 step = self._in_flight or self._launch()
                 if step is None:
                     return []
@@ -316,7 +320,7 @@ class Engine:
         if self.store is not None:
             self.store.origin["weights"] = str(self._digest)
         if self.runner.graphs is not None:
-            with self._current_device():
+            with self._own_context():
                 self.runner.graphs.capture()  # they hold the addresses of the old ones
         self.unusable = None
 
