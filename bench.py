@@ -463,11 +463,16 @@ def preset_directory(name: str, folder: str) -> str:
     return folder
 
 
-def positive(text: str) -> int:
+def positive(text: str, least: int = 1) -> int:
     """A whole number from 1 on, from the command line."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    if (value := int(text)) < least:
+        raise argparse.ArgumentTypeError(f"{text} is less than {least}")
     return value
+
+
+def not_negative(text: str) -> int:
+    """A whole number from 0 on, from the command line."""
+    return positive(text, 0)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -482,7 +487,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--num-requests", type=positive, default=32)
     parser.add_argument("--input-len", type=positive, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
     parser.add_argument("--output-len", type=positive, nargs=2, default=(100, 1024), metavar=("MIN", "MAX"))
-    parser.add_argument("--shared-len", type=int, default=1024)
+    parser.add_argument("--shared-len", type=not_negative, default=1024)
     parser.add_argument("--own-len", type=positive, default=32)
     parser.add_argument("--shared-output-len", type=positive, default=32, help="outputs of shared, forest and chat")
     parser.add_argument("--turns", type=positive, default=4)
@@ -506,6 +511,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     for name, (least, most) in (("--input-len", args.input_len), ("--output-len", args.output_len)):
         if least > most:
             parser.error(f"{name} {least} {most}: MIN must be at most MAX")
+    if args.host and args.plot:
+        parser.error("--plot shows output tokens a second, which --host does not measure; leave one of them out")
     args.options = {"max_model_len": args.max_model_len}
     for item in args.set:
         name, _, value = item.partition("=")
@@ -524,9 +531,9 @@ def main(argv: list[str] | None = None) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         report = measure(args, folder)
+    print(json.dumps({"model": args.model, "options": args.options, "rows": report.rows}))
     if args.plot:
         plot(report, args.plot)
-    print(json.dumps({"model": args.model, "options": args.options, "rows": report.rows}))
 
 
 def measure(args: argparse.Namespace, folder: str) -> Report:

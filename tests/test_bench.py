@@ -56,6 +56,18 @@ def test_the_other_measurements_run(bench: Any, capsys: pytest.CaptureFixture[st
         assert stage in printed
 
 
+def test_a_plot_that_fails_costs_no_figures(
+    bench: Any, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise OSError("no such folder")
+
+    monkeypatch.setattr(bench, "plot", fail)
+    with pytest.raises(OSError, match="no such folder"):
+        bench.main(["single", *SMALL, "--plot", "nowhere/x.png"])
+    assert [row["workload"] for row in rows(capsys)] == ["single"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -63,6 +75,8 @@ def test_the_other_measurements_run(bench: Any, capsys: pytest.CaptureFixture[st
         (["--num-requests", "0"], "--num-requests: 0 is less than 1"),
         (["--repeat", "-1"], "--repeat: -1 is less than 1"),
         (["--output-len", "9", "8"], "--output-len 9 8: MIN must be at most MAX"),
+        (["--shared-len", "-1"], "--shared-len: -1 is less than 0"),
+        (["--host", "--plot", "x.png"], "leave one of them out"),
         (["--turns", "two"], "--turns: invalid positive value: 'two'"),
     ],
 )
