@@ -133,10 +133,9 @@ def run_batch(
         raise ValueError("engine options and ray_workers need a model's name instead of an LLM, which has its engine")
     config = llm.engine.config if isinstance(llm, LLM) else EngineConfig.from_arguments(llm, **engine_options)
     if ray_workers is not None:
+        _check_workers(ray_workers, config)
         from nanoapc.ray import answer_on_workers  # now: Ray may be missing
 
-        if config.prefix_cache_file is not None:
-            raise ValueError("prefix_cache_file is for one process; leave it out where ray_workers make an LLM each")
     paths = [os.fspath(path) for path in (input_path, output_path, error_file) if path is not None]
     _check_paths(paths, [getattr(config, name) for name in FILES if getattr(config, name) is not None])
     quiet = quiet or sys.stderr is None
@@ -202,6 +201,14 @@ def _check_paths(paths: Sequence[str], engine_files: Sequence[str]) -> None:
     for path, files in made.items():
         if not files[0].parent.is_dir():
             raise ValueError(f"{path}: there is no folder {files[0].parent}")
+
+
+def _check_workers(ray_workers: int, config: EngineConfig) -> None:
+    if ray_workers < 1:
+        raise ValueError(f"ray_workers={ray_workers} (--ray) must be at least 1")
+    for name in FILES:
+        if getattr(config, name) is not None:
+            raise ValueError(f"{name} is for one process; leave it out where ray_workers make an LLM each")
 
 
 def _is_same_file(a: Path, b: Path) -> bool:

@@ -27,6 +27,7 @@ from nanoapc.batch_file import BatchStopped, dry_run, run_batch
 from nanoapc.batch_io import compress, decompress
 from nanoapc.batch_journal import Journal
 from nanoapc.batch_plan import BatchPlan, count_forest
+from nanoapc.config import FILES
 from nanoapc.engine.step_batch import StepBatch
 
 GOOD = [completion("a"), chat("b"), completion("c", "the lazy dog", max_tokens=7)]
@@ -152,6 +153,21 @@ def test_options_of_an_engine_that_is_there_already_are_refused(tmp_path: Path, 
     for options in ({"max_num_seqs": 1}, {"ray_workers": 2}):
         with pytest.raises(ValueError, match="need a model's name instead of an LLM"):
             run(tmp_path, llm, GOOD, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ray_workers": 0}, r"ray_workers=0 \(--ray\) must be at least 1"),
+        ({"ray_workers": -1}, "ray_workers=-1"),
+        *(({"ray_workers": 2, name: "x"}, f"{name} is for one process") for name in FILES),
+    ],
+)
+def test_what_several_workers_cannot_do_is_refused_at_once(
+    tmp_path: Path, model_dir: Path, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_batch(tmp_path / "none.jsonl", tmp_path / "out.jsonl", model_dir, **options)
 
 
 # -- order ---------------------------------------------------------------------------------------------------
