@@ -12,7 +12,12 @@ Invariant: a partition is a range of the prefix order, so what its prompts share
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import numpy as np
@@ -96,25 +101,48 @@ def answer_on_workers(
     """
     size = min(MAX_PARTITION_LINES, max(1, num_lines // (4 * num_workers)))
     tables = (pyarrow.table([*zip(*group, strict=True)], names=["number", "line"]) for group in groups(lines, size))
-    partitions = [ray.put(table) for table in tables]
-    uses_gpu = engine_options.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
-    answered = ray.data.from_arrow_refs(partitions).map_batches(
-        _LineWorker,
-        fn_constructor_args=(model, dict(engine_options), list(model_names)),
-        compute=ray.data.ActorPoolStrategy(size=num_workers),
-        batch_size=None,
-        num_gpus=int(uses_gpu),
-    )
-    for batch in answered.iter_batches(batch_size=None):
-        for number, result in zip(batch["number"].tolist(), batch["result"], strict=True):
-            emit(number, json.loads(result))
+    # A worker has a working directory of its own, where another directory (or none) may have such a name.
+    named = {"model": model, "tokenizer": engine_options.get("tokenizer")}
+    places = {name: os.path.abspath(place) for name, place in named.items() if place and os.path.isdir(place)}
+    engine = {"model": model, **engine_options, **places}
+    with _connected():
+        partitions = [ray.put(table) for table in tables]
+        uses_gpu = engine_options.get("device") != "cpu" and ray.cluster_resources().get("GPU", 0) > 0
+        answered = ray.data.from_arrow_refs(partitions).map_batches(
+            _LineWorker,
+            fn_constructor_args=(engine, list(model_names)),
+            compute=ray.data.ActorPoolStrategy(size=num_workers),
+            batch_size=None,
+            num_gpus=int(uses_gpu),
+        )
+        for batch in answered.iter_batches(batch_size=None):
+            for number, result in zip(batch["number"].tolist(), batch["result"], strict=True):
+                emit(number, json.loads(result))
+
+
+@contextmanager
+def _connected() -> Iterator[None]:
+    """This process's connection to Ray, or one for the block. What Ray prints goes to standard error, because results
+    may go to standard output, and SIGTERM keeps its handler: Ray's would end the process in the middle of a write."""
+    with redirect_stdout(sys.stderr):
+        if ray.is_initialized():
+            yield
+            return
+        handler = signal.getsignal(signal.SIGTERM)
+        ray.init()
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)
+        try:
+            yield
+        finally:
+            ray.shutdown()
 
 
 class _LineWorker:
     """Answers lines of a batch file."""
 
-    def __init__(self, model: str, engine_options: Mapping[str, Any], model_names: Sequence[str]):
-        self._llm, self._names = LLM(model, **engine_options), model_names
+    def __init__(self, engine: Mapping[str, Any], model_names: Sequence[str]):
+        self._llm, self._names = LLM(**engine), model_names
 
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         results: dict[int, Mapping[str, Any]] = {}

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -70,6 +73,35 @@ def test_a_batch_file_survives_the_death_of_a_worker(tmp_path: Path, cluster: No
     assert answers(read_results(target)) == answers(read_results(tmp_path / "alone.jsonl"))
     assert all(body(result)["model"] == EMBEDDED for result in read_results(target) if result["custom_id"] != "bad")
     assert run_batch(source, target, EMBEDDED, ray_workers=2, quiet=True, **ENGINE).resumed == 201
+
+
+def test_workers_find_a_model_that_is_named_from_here(
+    tmp_path: Path, cluster: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They run elsewhere, where a relative name is nothing, or another model."""
+    source = write_lines(tmp_path / "in.jsonl", [completion("a", "KING:", max_tokens=3)])
+    (tmp_path / "model").symlink_to(EMBEDDED)
+    monkeypatch.chdir(tmp_path)
+    names = {"llm": "model", "tokenizer": "model"}
+    assert run_batch(source, tmp_path / "out.jsonl", **names, ray_workers=1, quiet=True, **ENGINE).done == 1
+    assert body(read_results(tmp_path / "out.jsonl")[0])["model"] == "model"
+
+
+@pytest.mark.slow
+def test_sigterm_ends_a_run_as_without_ray_and_standard_output_holds_results_only(tmp_path: Path) -> None:
+    lines = [completion(f"r{i}", f"Speak {i}", max_tokens=60) for i in range(2000)]
+    source, options = write_lines(tmp_path / "in.jsonl", lines), ("--ray", "1", "--num-kv-blocks", "512")
+    command = [sys.executable, "-m", "nanoapc", "run-batch", "-i", str(source), "-o", "-", "--model", EMBEDDED]
+    with subprocess.Popen(
+        [*command, *options, "--device", "cpu"], bufsize=0, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as run:
+        assert run.stdout is not None
+        first = run.stdout.readline()
+        run.send_signal(signal.SIGTERM)
+        out, err = run.communicate()
+    assert run.returncode == 143
+    assert b"nanoapc run-batch: stopped by SIGTERM" in err
+    assert all(json.loads(line)["response"] for line in (first + out).splitlines())
 
 
 def test_a_dataset_is_partitioned_by_prefix_and_answered_by_one_llm_a_worker(cluster: None) -> None:
