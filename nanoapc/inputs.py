@@ -9,6 +9,7 @@ error is a ValueError that names the index, the value and the remedy. The caller
 
 from __future__ import annotations
 
+import copy
 import json
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -231,7 +232,12 @@ class InputProcessor:
         if not texts:
             return []
         # verbose=False: what is too long gets an error of its own here.
-        return self.tokenizer(texts, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        options = {"add_special_tokens": add_special_tokens, "verbose": False}
+        batch = self.tokenizer(texts, **options)
+        # Truncation and padding are states of a tokenizer: another thread that asks it for them asks for us, too.
+        if any(encoding.overflowing or 0 in encoding.attention_mask for encoding in batch.encodings or ()):
+            batch = copy.deepcopy(self.tokenizer)(texts, **options)
+        return batch["input_ids"]
 
     def check_token_ids(self, token_ids: Any, name: str) -> np.ndarray:
         """token ids -> [n] int32; ValueError if one is not whole or outside the vocabulary, or if too many."""

@@ -249,6 +249,24 @@ class TestVocabulary:
         with pytest.raises(ValueError, match=r"allowed_token_ids=320 is not possible; allowed: ids below 320"):
             run(llm, ["a<new>"], greedy(allowed_token_ids=[320]))
 
+    @pytest.mark.parametrize(("name", "options"), [("enable_truncation", (3,)), ("enable_padding", ())])
+    def test_another_thread_that_truncates_or_pads_changes_no_prompt(
+        self, name: str, options: tuple[int, ...], make_llm: MakeLLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It asks the tokenizer of `get_tokenizer` for it just when the engine has turned it off."""
+        llm, texts = make_llm(), ["the fox jumps over it", "a fox"]
+        tokenizer = llm.get_tokenizer()
+        expected = tokenizer(texts)["input_ids"]
+        own = type(tokenizer).set_truncation_and_padding
+
+        def disturbed(self: Any, *args: Any, **kwargs: Any) -> None:
+            own(self, *args, **kwargs)
+            getattr(tokenizer.backend_tokenizer, name)(*options)
+
+        monkeypatch.setattr(type(tokenizer), "set_truncation_and_padding", disturbed)
+        assert tokenizer(texts)["input_ids"] != expected
+        assert [output.prompt_token_ids for output in run(llm, texts, greedy(1))] == expected
+
 
 class TestBos:
     """IN-08: one BOS, and prompt_token_ids show what ran."""
