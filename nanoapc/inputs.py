@@ -296,6 +296,7 @@ def _plain_messages(messages: Any, name: str) -> list[dict[str, Any]]:
     ValueError unless `messages` is a non-empty list of {"role": ..., "content": text or text parts}; only an assistant
     that calls tools may have said nothing.
     """
+    messages = _unwrapped(messages)
     if not isinstance(messages, Sequence) or isinstance(messages, str) or not messages:
         raise ValueError(f"{name} is {short(messages)}; it must be a non-empty list of messages")
     return [_plain_message(message, f"message {number} of {name}") for number, message in enumerate(messages)]
@@ -305,7 +306,7 @@ def _plain_message(message: Any, name: str) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise ValueError(f"{name} is {short(message)}; it must be a dict with a 'role' and a 'content'")
     # Templates ask whether there is such a key, and rows of a table have every key that any of them has.
-    plain = {key: value for key, value in message.items() if value is not None and (key, value) != ("tool_calls", [])}
+    plain = {key: _unwrapped(value) for key, value in message.items() if value is not None}
     content, calls = plain.get("content"), plain.get("tool_calls")
     if content is None and not (message["role"] == "assistant" and calls):
         raise ValueError(f"{name} has no content; give it a text (only an assistant's with tool_calls may lack it)")
@@ -321,7 +322,9 @@ def _plain_message(message: Any, name: str) -> dict[str, Any]:
         plain["content"] = "\n".join(part["text"] for part in content)
     elif content is None:
         plain["content"] = ""  # as in vLLM: many templates put it between two texts
-    if isinstance(calls, list):
+    if not calls:
+        plain.pop("tool_calls", None)
+    elif isinstance(calls, list):
         plain["tool_calls"] = [_parsed_call(call) for call in calls]
     return plain
 

@@ -59,8 +59,7 @@ class LLMWorker:
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, Any]:
         """Answers the rows of one batch, columns [n]."""
         if "messages" in batch:
-            conversations = [list(messages) for messages in batch["messages"]]
-            outputs = self._llm.chat(conversations, self._params, use_tqdm=False)
+            outputs = self._llm.chat(list(batch["messages"]), self._params, use_tqdm=False)
         else:
             outputs = self._llm.generate(list(batch["prompt"]), self._params, use_tqdm=False)
         return batch | {
