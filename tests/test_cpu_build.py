@@ -101,6 +101,21 @@ def test_a_cache_that_cannot_be_written_costs_a_warning_only(compiler: Path, tmp
     assert name == "cpu" and len(warning.splitlines()) == 1 and "NANOAPC_CACHE" in warning
 
 
+def test_a_user_without_a_home_gets_the_kernels_too(
+    compiler: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_entry(uid: int) -> None:
+        raise KeyError(uid)
+
+    for name in ("HOME", "NANOAPC_CACHE", "TORCH_EXTENSIONS_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", no_entry)
+    assert cpu.cache_folders() == []
+    program = f"from nanoapc.kernels import cpu; cpu.cache_folders = list\n{PROGRAM}"
+    name, warning = finish(start(tmp_path, compiler, program))
+    assert name == "cpu" and "NANOAPC_CACHE" in warning
+
+
 @pytest.mark.parametrize("kind", ["missing", "failing", "silent"])
 def test_without_a_working_compiler_the_reference_runs_after_one_warning(kind: str, tmp_path: Path) -> None:
     script = tmp_path / "compiler"

@@ -163,7 +163,9 @@ def _loads(library: Path) -> bool:
 def cache_folders() -> list[Path]:
     """Where the library is looked for and written, best first."""
     chosen = [os.environ.get("NANOAPC_CACHE"), os.environ.get("TORCH_EXTENSIONS_DIR")]
-    return [Path(folder) for folder in chosen if folder] or [Path("~/.cache/nanoapc").expanduser()]
+    home = os.path.expanduser("~")  # stays so where a container's user has none
+    default = [] if home == "~" else [Path(home, ".cache", "nanoapc")]
+    return [Path(folder) for folder in chosen if folder] or default
 
 
 def compile_command() -> list[str]:
