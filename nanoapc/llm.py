@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -29,7 +29,7 @@ from nanoapc.engine.request import Call, OutputStream, Request, make_output
 from nanoapc.engine.sequence import Sequence as EngineSequence
 from nanoapc.fair_lock import FairLock
 from nanoapc.inputs import Prompt, PromptType, as_conversations, as_prompt_list, groups, pair_as_they_come, until_error
-from nanoapc.outputs import RequestOutput, warn_of_errors
+from nanoapc.outputs import BROKEN_LOGITS, RequestOutput, warn_of_errors
 from nanoapc.progress import Speed, make_bar
 from nanoapc.sampling_params import SamplingParams
 
@@ -77,7 +77,7 @@ class LLM:
 
         Raises:
             ValueError: a prompt or a parameter does not work (it names the index); nothing has run then.
-            RuntimeError: the LLM is closed, or this thread is in the middle of a step.
+            RuntimeError: the LLM is closed, this thread is in the middle of a step, or logits are NaN or infinite.
 
         A request whose own parameters leave it no token id ends alone, with what it has: finish_reason "error".
         """
@@ -126,9 +126,11 @@ class LLM:
         call.source = groups(sequences, 2 * self.engine.config.max_num_seqs)
         call.pending = {request.request_id: request for request in requests}
         outputs: list[RequestOutput] = []
-        with make_bar(use_tqdm, total=len(requests), desc="Processed prompts") as bar:
+        with make_bar(use_tqdm, total=len(requests), desc="Processed prompts") as bar, closing(self._serve(call)) as served:
             speed = Speed(bar)
-            for output in self._serve(call):
+            for output in served:
+                if output.error is not None and output.error.startswith(BROKEN_LOGITS):
+                    raise RuntimeError(f"no token can be sampled for prompt {output.index}: {output.error}")
                 outputs.append(output)
                 speed.count(output)
         outputs.sort(key=attrgetter("index"))
@@ -146,7 +148,8 @@ class LLM:
 
         Takes any iterable (or one text or dict) and reads it as it goes: at most a few times max_num_seqs requests
         exist at once, however many prompts there are. Each such window runs in prefix order. A bad prompt is a
-        ValueError once everything before it has been yielded.
+        ValueError once everything before it has been yielded; one with NaN or infinite logits ends alone, as an output
+        with finish_reason "error".
         """
         call = Call()
         call.source = self._windows(pair_as_they_come(prompts, self._or_default(sampling_params)), call)

@@ -15,6 +15,8 @@ logger = logging.getLogger(__name__)
 
 MAX_NAMED = 20
 """Prompts that a warning names."""
+BROKEN_LOGITS = "its logits are NaN or infinite"
+"""How the error of an output begins that the model is to blame for, not the request's parameters."""
 FinishReason = Literal["stop", "length", "abort", "error"]
 
 
@@ -37,7 +39,7 @@ class CompletionOutput:
     cumulative_logprob: float | None = None  # sum of the chosen tokens' log-probs, if log-probs were asked for
     logprobs: list[dict[int, Logprob]] | None = None  # per token: k or k + 1 entries, the chosen id's first
     finish_reason: FinishReason | None = None  # "stop": a stop string or token, or an end-of-sequence id;
-    # "length": max_tokens or no room; "abort"; "error": the request's own parameters left no token id to choose
+    # "length": max_tokens or no room; "abort"; "error": there was no token id to choose
     stop_reason: str | int | None = None  # the stop string or stop token id (None for an end-of-sequence id), or what
     # the error is
 

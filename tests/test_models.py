@@ -415,7 +415,7 @@ class TestRefusals:
         tensors = load_file(tmp_path / "model.safetensors")
         tensors["model.norm.weight"][3] = math.nan
         save_file(tensors, tmp_path / "model.safetensors")
-        with pytest.raises(RuntimeError, match=f"prompt 0 .*: its logits are NaN or infinite: {message}"):
+        with pytest.raises(RuntimeError, match=f"prompt 0: its logits are NaN or infinite: {message}"):
             run(make_llm(tmp_path, dtype=dtype), [random_ids(5)])
 
     @pytest.mark.parametrize("content", ["", "{", "[1, 2]", "null", '{"a": 1'])

@@ -6,6 +6,7 @@ The same cases on the sampler, the detokenizer and SamplingParams alone stand in
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, PreTrainedTokeniz
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
 
 from nanoapc import LLM, SamplingParams
+from nanoapc.batch_file import run_batch
 
 PROMPT = random_ids(9)
 
@@ -459,20 +461,56 @@ class TestNaN:
         llm = make_llm(overflowing, dtype="float16")
         with pytest.raises(
             RuntimeError,
-            match=r"prompt 0 .*: its logits are NaN or infinite: the dtype overflows; use dtype='bfloat16'",
+            match=r"prompt 0: its logits are NaN or infinite: the dtype overflows; use dtype='bfloat16'",
         ):
             run(llm, [PROMPT], params)
         assert_idle(llm)
 
-    def test_a_request_of_the_step_interface_is_named_by_its_id(self, tmp_path: Path, make_llm: MakeLLM) -> None:
+    @pytest.fixture
+    def broken_token(self, tmp_path: Path) -> Path:
+        """A model whose id 50 makes logits NaN."""
         make_tiny_model(tmp_path)
         tensors = load_file(tmp_path / "model.safetensors")
         tensors["model.embed_tokens.weight"][50] = float("nan")
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].nan_to_num()
         save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
-        llm = make_llm(tmp_path)
-        _, bad = (llm.add_request({"prompt_token_ids": ids}, greedy()) for ids in ([40, 41], [50, 51]))
-        with pytest.raises(RuntimeError, match=rf"request_id {bad}\): its logits are NaN"):
-            llm.step()
+        edit_json(tmp_path / "config.json", tie_word_embeddings=False)
+        return tmp_path
+
+    @pytest.mark.parametrize("overlap", [False, True])
+    def test_a_prompt_with_such_logits_ends_alone_where_results_come_one_by_one(
+        self, overlap: bool, broken_token: Path, make_llm: MakeLLM
+    ) -> None:
+        good, params = [random_ids(9, 1), random_ids(9, 2)], greedy(max_tokens=6, logprobs=1, ignore_eos=True)
+        solo = make_llm(broken_token, enable_prefix_caching=False)
+        expected = [token_ids(run(solo, [prompt], params))[0] for prompt in good]
+        assert not any(50 in ids for ids in (*good, *expected))
+        llm = make_llm(broken_token, async_scheduling=overlap)
+        prompts = [good[0], [*good[0], 50, 51], good[1], [50]]
+        for _ in range(2):  # cold, warm
+            outputs = sorted(llm.stream(prompts, params), key=lambda output: output.index)
+            assert [output.error is None for output in outputs] == [True, False, True, False]
+            assert [outputs[0].outputs[0].token_ids, outputs[2].outputs[0].token_ids] == expected
+            for output in (outputs[1], outputs[3]):
+                assert output.error.startswith("its logits are NaN or infinite: a weight of the checkpoint")
+                assert output.outputs[0].token_ids == [] == output.outputs[0].logprobs
+            with pytest.raises(RuntimeError, match=r"prompt [13]: its logits are NaN"):
+                run(llm, prompts, params)
+            assert_idle(llm)
+
+    def test_a_line_with_such_logits_does_not_keep_a_batch_file_from_its_end(
+        self, broken_token: Path, make_llm: MakeLLM
+    ) -> None:
+        lines = [
+            {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": {"prompt": ids, "max_tokens": 4}}
+            for i, ids in enumerate([[40, 41], [50, 41], [42, 41]])
+        ]
+        source, target = broken_token / "in.jsonl", broken_token / "out.jsonl"
+        source.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        summary = run_batch(source, target, make_llm(broken_token), quiet=True)
+        assert (summary.done, summary.failed) == (2, 1)
+        errors = {line["custom_id"]: line["error"] for line in map(json.loads, target.read_text().splitlines())}
+        assert errors["0"] is errors["2"] is None and "NaN or infinite" in errors["1"]["message"]
 
     def test_the_engine_goes_on_with_better_weights(
         self, overflowing: Path, model_dir: Path, make_llm: MakeLLM

@@ -29,6 +29,7 @@ from nanoapc.engine.transfer import Transfer
 from nanoapc.kernels import FixedWorkKernels
 from nanoapc.layers.sampler import SampledTokens, Sampler, SamplingRows, TokenLogprobs
 from nanoapc.models.decoder import CausalLM
+from nanoapc.outputs import BROKEN_LOGITS
 
 LogprobEntry: TypeAlias = tuple[float, int, list[int], list[float]]
 """A position's log-prob and rank of its token, and the best ids with theirs."""
@@ -55,12 +56,9 @@ class InFlight:
     dtype: torch.dtype
 
     def wait(self) -> np.ndarray:
-        """[num_samples] int64 in the order of batch.sample_rows, -1 where a sequence's own parameters leave no token.
+        """[num_samples] int64 in the order of batch.sample_rows, -1 where there is no token to choose.
 
         Log-probs are entered into the sequences, except those that have ended meanwhile.
-
-        Raises:
-            RuntimeError: the logits of a sequence that goes on are NaN or infinite.
         """
         if self.arrived is not None:
             self.arrived.synchronize()
@@ -70,7 +68,7 @@ class InFlight:
             return np.zeros(0, np.int64)
         token_ids = self.sampled.token_ids.numpy()
         for i in np.flatnonzero(token_ids < 0).tolist():
-            _check_excluded(self.batch.sampled[i], self.rows.num_valid_ids, self.dtype)
+            _blame(self.batch.sampled[i], self.rows.num_valid_ids, self.dtype)
         if self.sampled.logprobs is not None:
             rows = zip(self.batch.sampled, token_ids.tolist(), self.rows.num_logprobs, strict=True)
             asking = [(seq, token_id, count) for seq, token_id, count in rows if count is not None]
@@ -85,16 +83,15 @@ class InFlight:
         return token_ids
 
 
-def _check_excluded(seq: Sequence, num_valid_ids: int, dtype: torch.dtype) -> None:
-    """RuntimeError unless a sequence without a token has its own parameters to blame, or has ended anyway."""
+def _blame(seq: Sequence, num_valid_ids: int, dtype: torch.dtype) -> None:
+    """Sets the stop reason of a sequence without a token, unless its parameters are to blame or it has ended anyway."""
     is_excluded = seq.sampler_state is not None and seq.sampler_state.leaves_none(num_valid_ids)
     if seq.finish_reason is None and not is_excluded:
         cause = "the dtype overflows; use dtype='bfloat16' or 'float32' instead of 'float16'"
         if dtype is not torch.float16:
             name = str(dtype).removeprefix("torch.")
             cause = f"a weight of the checkpoint is NaN or infinite, or exceeds the range of {name}; check the weights"
-        where = f"prompt {seq.request.index} (request_id {seq.request.request_id}): its logits are NaN or infinite"
-        raise RuntimeError(f"no token can be sampled for {where}: {cause}")
+        seq.stop_reason = f"{BROKEN_LOGITS}: {cause}"
 
 
 class ModelRunner:

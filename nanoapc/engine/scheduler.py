@@ -345,7 +345,7 @@ class Scheduler:
         """Whether the token, the last of `length`, ends the sequence; sets its finish and stop reason."""
         num_output = length - seq.num_prompt_tokens
         if token_id < 0:
-            seq.finish_reason, seq.stop_reason = "error", seq.params.exclusion(num_output - 1)
+            seq.finish_reason, seq.stop_reason = "error", seq.stop_reason or seq.params.exclusion(num_output - 1)
             return True
         stop_string = seq.detokenizer.append(token_id) if seq.detokenizer is not None else None
         if num_output > seq.params.min_tokens:
