@@ -411,6 +411,19 @@ class TestResolveModel:
         with pytest.raises(ValueError, match=r"'Qwen/Qwen3-0\.6B'.*ConnectError.*pass a local directory"):
             resolve_model("Qwen/Qwen3-0.6B")
 
+    def test_without_the_hub_what_another_engine_has_cached_is_used(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def snapshot_download(name: str, **options: Any) -> str:
+            error = LocalEntryNotFoundError("1 file(s) are missing (LICENSE.txt).")
+            error.snapshot_path = str(tmp_path)  # type: ignore[attr-defined]  # as in IncompleteSnapshotError
+            raise error
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        with caplog.at_level("WARNING", "nanoapc"):
+            assert resolve_model("Qwen/Qwen3-0.6B") == tmp_path
+        assert "'Qwen/Qwen3-0.6B': 1 file(s) are missing (LICENSE.txt)" in caplog.text
+
     def test_an_impossible_hub_name_is_an_error_before_any_network(self) -> None:
         with pytest.raises(ValueError, match=r"'not a name'.*local directory"):
             resolve_model("not a name")

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,6 +21,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
@@ -55,6 +58,10 @@ def resolve_model(model: str | Path, patterns: list[str] = HUB_PATTERNS) -> Path
         return Path(snapshot_download(str(model), allow_patterns=patterns, ignore_patterns=HUB_IGNORED))
     except (OSError, HFValidationError) as error:
         reason = str(error).strip().split("\n")[0]
+        if (cached := getattr(error, "snapshot_path", None)) is not None:
+            # No network, and not all matching files were fetched before; one that is needed is named where it is read.
+            logger.warning("model %r: %s", str(model), reason)
+            return Path(cached)
         raise ValueError(
             f"model {str(model)!r} is no local directory, and fetching it from the Hugging Face hub failed "
             f"({type(error).__name__}: {reason}); check the name and the network, or pass a local directory"
