@@ -263,8 +263,10 @@ class InputProcessor:
         if self.tokenizer is None:
             raise ValueError("chat needs a tokenizer, but this LLM has none (skip_tokenizer_init=True)")
         plain = _plain_messages(messages, name)
-        if template is not None or options.get("tools"):
-            self._check_template(template, options.get("tools"), name)
+        tools = options.get("tools") or None  # an empty list is none: templates would announce tools, and show nothing
+        if template is not None or tools:
+            self._check_template(template, tools, name)
+        options = {**options, "tools": tools}
         try:
             text = self.tokenizer.apply_chat_template(plain, chat_template=template, tokenize=False, **options)
         except Exception as error:  # templates raise errors of their own kinds

@@ -1144,6 +1144,12 @@ class TestChat:
             llm.chat(MESSAGES, greedy(), use_tqdm=False, tools=tools)
         assert llm.chat(MESSAGES, greedy(), use_tqdm=False, chat_template="by name", tools=tools)
 
+    def test_an_empty_list_of_tools_is_the_same_as_none(self, make_llm: MakeLLM) -> None:
+        llm = make_llm()
+        llm.get_tokenizer().chat_template = {"default": "{{ tools is none }}", "tool_use": "these tools: {{ tools }}"}
+        for given in (None, []):
+            assert llm.chat(MESSAGES, greedy(), use_tqdm=False, tools=given)[0].prompt == "True"
+
     def test_what_the_template_refuses_is_an_error(self, make_llm: MakeLLM) -> None:
         template = "{% if messages | length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}ok"
         with pytest.raises(ValueError, match="chat template does not take conversation 1: roles must alternate"):
