@@ -286,6 +286,9 @@ class TestConstruction:
             ValueError, match=r"no tokenizer could be loaded.*give tokenizer=.*skip_tokenizer_init=True"
         ):
             make_llm(tmp_path)
+        (tmp_path / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:4d7\nsize 5\n")
+        with pytest.raises(ValueError, match=r"no tokenizer.*\(tokenizer\.json is a Git LFS pointer.*`git lfs pull`\)"):
+            make_llm(tmp_path)
         tiny_tokenizer().save_pretrained(tmp_path / "elsewhere")
         llm = make_llm(tmp_path, tokenizer=str(tmp_path / "elsewhere"))
         assert run(llm, ["the dog"])[0].prompt_token_ids == tiny_tokenizer()("the dog")["input_ids"]

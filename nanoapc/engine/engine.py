@@ -43,7 +43,7 @@ from nanoapc.engine.transfer import PinnedTransfer, Transfer
 from nanoapc.inputs import InputProcessor
 from nanoapc.kernels import FixedWorkKernels, select_kernels
 from nanoapc.layers.sampler import Sampler, SamplerState, make_state, request_seed
-from nanoapc.models.checkpoint import TOKENIZER_PATTERNS, load_tokenizer, resolve_model
+from nanoapc.models.checkpoint import TOKENIZER_PATTERNS, load_tokenizer, resolve_model, why_unreadable
 from nanoapc.models.config import ModelConfig
 from nanoapc.models.decoder import CausalLM
 from nanoapc.models.weights import WeightsDigest, check_weights, load_model, replace_weights
@@ -385,6 +385,6 @@ def _load_tokenizer(config: EngineConfig, directory: str) -> Any:
         return tokenizer
     except Exception as error:  # transformers raises many kinds
         raise ValueError(
-            f"no tokenizer could be loaded from {source!r} ({error}); give tokenizer=... or, for prompts of token ids, "
-            "skip_tokenizer_init=True"
+            f"no tokenizer could be loaded from {source!r} ({why_unreadable(Path(source) / 'tokenizer.json', error)}); "
+            "give tokenizer=... or, for prompts of token ids, skip_tokenizer_init=True"
         ) from error

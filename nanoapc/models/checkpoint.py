@@ -97,7 +97,7 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))  # with or without a byte order mark
     except (OSError, ValueError, RecursionError) as error:
-        raise ValueError(f"{path} cannot be read as JSON: {_reason(path, error)}") from error
+        raise ValueError(f"{path} cannot be read as JSON: {why_unreadable(path, error)}") from error
     if (kind := type(value).__name__) != "dict":
         raise ValueError(f"{path} must hold a JSON object, not a {kind}")
     return value
@@ -136,14 +136,14 @@ def _open(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as file:
             yield file
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: {_reason(path, error)}") from error
+        raise ValueError(f"{path}: {why_unreadable(path, error)}") from error
 
 
-def _reason(path: Path, error: Exception) -> Exception | str:
+def why_unreadable(path: Path, error: Exception) -> Exception | str:
     """Why a file cannot be read: what it is instead of itself, or the error."""
     with suppress(OSError), path.open("rb") as file:
         if file.read(len(LFS_POINTER)) == LFS_POINTER:
-            return "it is a Git LFS pointer, no more than the file's name; fetch the file itself with `git lfs pull`"
+            return f"{path.name} is a Git LFS pointer, no more than a name; fetch the file itself with `git lfs pull`"
     return error
 
 
