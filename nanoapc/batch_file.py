@@ -30,7 +30,7 @@ from nanoapc.batch_plan import BatchPlan, count_forest
 from nanoapc.config import FILES, EngineConfig
 from nanoapc.engine.engine import make_inputs
 from nanoapc.llm import LLM
-from nanoapc.models.checkpoint import resolve_model
+from nanoapc.models.checkpoint import TOKENIZER_PATTERNS, resolve_model
 from nanoapc.models.config import ModelConfig
 
 logger = logging.getLogger(__name__)
@@ -358,8 +358,8 @@ def dry_run(
     """
     names, quiet = _model_names(os.fspath(model), served_model_names), quiet or sys.stderr is None
     config = EngineConfig.from_arguments(model, **engine_options)
-    directory = resolve_model(config.model)
-    inputs = make_inputs(config, directory, ModelConfig.from_directory(directory, config.dtype))
+    directory = resolve_model(config.model, TOKENIZER_PATTERNS)
+    inputs = make_inputs(config, directory, ModelConfig.from_directory(directory, "float32"))  # any: nothing runs
     reader = RequestReader(inputs, names, config.seed)
     result = DryRun()
 

@@ -34,6 +34,7 @@ from tqdm import tqdm
 from transformers import PreTrainedModel
 
 from nanoapc import LLM, RequestOutput, SamplingParams
+from nanoapc.batch_file import dry_run
 from nanoapc.engine import engine as engine_module
 from nanoapc.engine.block_manager import BlockManager
 from nanoapc.engine.block_pool import BlockPool, FreeBlockQueue
@@ -279,6 +280,22 @@ class TestConstruction:
             ValueError, match=r"'Qwen/Qwen3-0\.6B' is no local directory.*check the name and the network"
         ):
             make_llm("Qwen/Qwen3-0.6B")
+
+    def test_what_needs_no_weights_fetches_none(
+        self, model_dir: Path, make_llm: MakeLLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fetched: list[bool] = []
+
+        def snapshot_download(name: str, allow_patterns: list[str], **options: Any) -> str:
+            fetched.append("*.safetensors" in allow_patterns)
+            return str(model_dir)
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        make_llm("Qwen/Qwen3-0.6B")
+        make_llm("Qwen/Qwen3-0.6B", load_format="dummy")
+        (tmp_path / "in.jsonl").write_text("")
+        dry_run(tmp_path / "in.jsonl", "Qwen/Qwen3-0.6B", quiet=True)
+        assert fetched == [True, False, False]
 
     def test_a_missing_tokenizer_is_a_clear_error(self, tmp_path: Path, make_llm: MakeLLM) -> None:
         make_tiny_model(tmp_path, tokenizer=False)
