@@ -12,7 +12,7 @@ import copy
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, fields
-from functools import lru_cache
+from functools import lru_cache, partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -159,7 +159,8 @@ class SamplingParams:
     def bad_words_ids(self, tokenizer: Any) -> tuple[tuple[int, ...], ...]:
         """The token sequences of the bad words: each as it stands, and without and with a space before it.
 
-        The forms may have different numbers of tokens, and all count. ValueError for a word without tokens.
+        The forms may have different numbers of tokens, and all count: as a text begins, and behind other text, where
+        SentencePiece puts no space of its own. ValueError for a word without tokens.
         """
         return _bad_words_ids(tuple(self.bad_words), weakref.ref(tokenizer))
 
@@ -169,13 +170,17 @@ def _bad_words_ids(words: tuple[str, ...], reference: weakref.ref[Any]) -> tuple
     """See `SamplingParams.bad_words_ids`. A weak reference: what is kept here keeps no tokenizer."""
     tokenizer = reference()
     assert tokenizer is not None
+    encode = partial(tokenizer.encode, add_special_tokens=False)
     sequences: dict[tuple[int, ...], None] = {}
+    other = encode("§")  # a text that merges with nothing
     for word in words:
-        texts = (word, bare, " " + bare) if (bare := word.lstrip()) else (word,)
-        forms = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in texts]
+        texts = dict.fromkeys((word, bare, " " + bare) if (bare := word.lstrip()) else (word,))
+        forms = [encode(text) for text in texts]
         if not forms[0]:
             raise _error("bad_words", word, "words that the tokenizer turns into at least one token")
-        sequences.update(dict.fromkeys(form for form in forms if form))
+        behind = (encode("§" + text) for text in texts)
+        forms += [ids[len(other) :] for ids in behind if ids[: len(other)] == other]
+        sequences.update((tuple(form), None) for form in forms if form)
     return tuple(sequences)
 
 

@@ -10,6 +10,7 @@ import weakref
 
 import numpy as np
 import pytest
+from test_detokenizer import byte_fallback, byte_level
 
 from nanoapc.sampling_params import UNSUPPORTED, SamplingParams
 
@@ -259,13 +260,14 @@ class Words:
         known = {
             "word": [1, 2],
             " word": [3],
+            "§": [8],
             "\x00": [],
             " \x00": [9],
             " ": [9],
             "a word": [4, 3],
             " a word": [5, 3],
         }
-        return known[text]
+        return known[text] if text in known else [*known["§"], *known[text.removeprefix("§")]]
 
 
 def test_both_forms_of_a_bad_word_are_found_whatever_their_lengths():
@@ -273,6 +275,16 @@ def test_both_forms_of_a_bad_word_are_found_whatever_their_lengths():
     assert set(SamplingParams(bad_words=[" word"]).bad_words_ids(Words())) == {(1, 2), (3,)}
     assert set(SamplingParams(bad_words="a word").bad_words_ids(Words())) == {(4, 3), (5, 3)}
     assert SamplingParams(bad_words=[" "]).bad_words_ids(Words()) == ((9,),)
+
+
+@pytest.mark.parametrize("make", [byte_level, byte_fallback])
+@pytest.mark.parametrize("word", ["begins", ".", "é", "begin it", "\n"])
+def test_bad_words_are_found_behind_any_other_text(make, word):
+    tokenizer = make()
+    sequences = SamplingParams(bad_words=word).bad_words_ids(tokenizer)
+    for before in ("", "(", "12", " x-"):  # SentencePiece writes "▁begins", but "( be gin s"
+        ids = tokenizer.encode(before + word, add_special_tokens=False)
+        assert any(tuple(ids[-len(sequence) :]) == sequence for sequence in sequences), before
 
 
 def test_the_same_bad_words_are_tokenised_once_for_each_tokenizer_which_is_not_kept():
@@ -289,9 +301,9 @@ def test_the_same_bad_words_are_tokenised_once_for_each_tokenizer_which_is_not_k
             params = SamplingParams(bad_words=["word", "a word"])
             params.verify(320, tokenizer)
             assert len(params.bad_words_ids(tokenizer)) == 4
-        assert tokenizer.num_calls == 6  # three forms of each
+        assert tokenizer.num_calls == 9  # a text before, and each with and without a space, at the start and behind it
     SamplingParams(bad_words=["word"]).verify(320, first)
-    assert first.num_calls == 9
+    assert first.num_calls == 14
     kept = weakref.ref(first)
     del first, tokenizer
     gc.collect()
