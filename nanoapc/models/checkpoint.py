@@ -52,11 +52,10 @@ def resolve_model(model: str | Path, patterns: list[str] = HUB_PATTERNS) -> Path
     if str(model).startswith((".", "/", "~")) or str(model).count("/") > 1:
         raise ValueError(f"{model}: there is no such directory")
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(snapshot_download(str(model), allow_patterns=patterns, ignore_patterns=HUB_IGNORED))
-    except (OSError, HFValidationError) as error:
+    except Exception as error:  # those of the hub, of its HTTP library, of the disk
         reason = str(error).strip().split("\n")[0]
         if (cached := getattr(error, "snapshot_path", None)) is not None:
             # No network, and not all matching files were fetched before; one that is needed is named where it is read.
