@@ -13,6 +13,7 @@ import huggingface_hub
 import pytest
 import torch
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 from llm_helpers import memory_mib
 from safetensors.torch import load_file, save_file
 from tiny_models import edit_json, forward_logits, hf_logits, load_tiny, make_tiny_model, random_ids
@@ -389,19 +390,18 @@ class TestResolveModel:
 
     def test_a_hub_name_is_fetched(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         calls = []
+        files = ["model.safetensors", "additional_chat_templates/rag.jinja", "consolidated.safetensors"]
+        files += ["original/params.json", "checkpoint-500/model.safetensors", "pytorch_model.bin", "code.py"]
 
         def snapshot_download(name: str, **options: Any) -> str:
-            calls.append((name, options["allow_patterns"]))
+            calls.append((name, list(filter_repo_objects(files, **options))))
             return str(tmp_path)
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
         assert resolve_model("Qwen/Qwen3-0.6B") == tmp_path
-        (name, patterns) = calls.pop()
+        assert calls.pop() == ("Qwen/Qwen3-0.6B", files[:2])
         assert resolve_model("Qwen/Qwen3-0.6B", TOKENIZER_PATTERNS) == tmp_path
-        assert "*.safetensors" not in calls.pop()[1]
-        assert name == "Qwen/Qwen3-0.6B"
-        assert "*.safetensors" in patterns
-        assert not any("bin" in pattern or "*.py" in pattern for pattern in patterns)
+        assert calls.pop() == ("Qwen/Qwen3-0.6B", files[1:2])
 
     @pytest.mark.parametrize("kind", [LocalEntryNotFoundError, RuntimeError])  # HTTP libraries have kinds of their own
     def test_without_a_network_a_hub_name_names_the_remedy(

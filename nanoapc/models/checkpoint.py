@@ -27,8 +27,8 @@ logger = logging.getLogger(__name__)
 INDEX = "model.safetensors.index.json"
 TOKENIZER_PATTERNS = ["*.json", "*.jinja", "*.txt", "*.model"]
 HUB_PATTERNS = [*TOKENIZER_PATTERNS, "*.safetensors"]
-HUB_IGNORED = ["original/*", "consolidated*"]
-"""Second copies of the weights in the vendor's own layout."""
+HUB_IGNORED = ["original/*", "consolidated*", "*/*.safetensors"]
+"""Second copies of the weights in the vendor's own layout, and what is never read: checkpoints of the training."""
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """Safetensors' names of the dtypes that weights can have; others are parts of quantised checkpoints."""
