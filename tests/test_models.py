@@ -443,3 +443,10 @@ class TestRefusals:
         (tmp_path / "model.gguf").write_bytes(b"GGUF")
         with pytest.raises(ValueError, match="GGUF files are not supported"):
             ModelConfig.from_directory(tmp_path)
+
+    @pytest.mark.parametrize("below", ["checkpoint-500", "snapshots/4d7a2146"])
+    def test_a_directory_above_a_model_is_refused_with_the_models_place(self, below: str, tmp_path: Path) -> None:
+        (tmp_path / below).mkdir(parents=True)
+        (tmp_path / below / "config.json").write_text("{}")
+        with pytest.raises(ValueError, match=rf"has no config\.json; did you mean {tmp_path / below}\?"):
+            ModelConfig.from_directory(tmp_path)

@@ -72,8 +72,11 @@ def check_directory(directory: Path) -> None:
     if (directory / "adapter_config.json").exists():
         raise ValueError(f"{directory} holds a LoRA adapter (adapter_config.json); merge it into its base model first")
     if not (directory / "config.json").exists():
-        gguf = "; GGUF files are not supported" if any(directory.glob("*.gguf")) else ""
-        raise ValueError(f"{directory} is not a model directory: it has no config.json{gguf}")
+        hint = "; GGUF files are not supported" if any(directory.glob("*.gguf")) else ""
+        # A training's checkpoints lie one level below its directory, the snapshots of the hub's cache two.
+        if below := sorted([*directory.glob("*/config.json"), *directory.glob("snapshots/*/config.json")]):
+            hint = f"; did you mean {below[-1].parent}?"
+        raise ValueError(f"{directory} is not a model directory: it has no config.json{hint}")
 
 
 def load_tokenizer(directory: str, trust_remote_code: bool = False) -> Any:
