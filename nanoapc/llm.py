@@ -100,6 +100,10 @@ class LLM:
 
         The model's chat template (or `chat_template`) makes the prompt; it brings the BOS token, if there is one.
         """
+        if not isinstance(chat_template_kwargs, Mapping | None):
+            raise ValueError(
+                f"chat_template_kwargs={chat_template_kwargs!r}: must be a dict, such as {{'name': value}}"
+            )
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,

@@ -1105,6 +1105,33 @@ class TestChat:
         second = llm.chat(more, greedy(), use_tqdm=False)[0]
         assert first.num_cached_tokens == 0 and second.num_cached_tokens >= len(first.prompt_token_ids)
 
+    def test_arrays_are_lists_as_pandas_reads_them_from_parquet(self, make_llm: MakeLLM) -> None:
+        def array(items: list[Any]) -> Any:
+            held = np.empty(len(items), object)
+            held[:] = items
+            return held
+
+        calls = [{"type": "function", "function": {"name": name, "arguments": "{}"}} for name in "fg"]
+        parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+
+        def conversation(kind: Any) -> Any:
+            call = {"role": "assistant", "content": None, "tool_calls": kind(calls)}
+            return kind([{"role": "user", "content": kind(parts)}, call, *MESSAGES])
+
+        llm = make_llm(max_model_len=512)
+        template = "{% for m in messages %}{{ m.content }}|{{ m.tool_calls | length }}|{% endfor %}"
+        for many in (conversation, lambda kind: kind([conversation(kind)] * 2)):
+            prompts = [
+                [output.prompt for output in llm.chat(many(kind), greedy(), use_tqdm=False, chat_template=template)]
+                for kind in (list, array)
+            ]
+            assert prompts[0] == prompts[1] and prompts[0][0].startswith("a\nb|0||2|")
+
+    def test_options_of_the_template_must_have_names(self, make_llm: MakeLLM) -> None:
+        for given in ('{"enable_thinking": false}', ["enable_thinking"]):
+            with pytest.raises(ValueError, match=r"chat_template_kwargs=.*enable_thinking.*must be a dict"):
+                make_llm().chat(MESSAGES, greedy(), use_tqdm=False, chat_template_kwargs=given)  # type: ignore[arg-type]
+
     def test_options_reach_the_template(self, make_llm: MakeLLM) -> None:
         llm, decode = make_llm(max_model_len=512), tiny_tokenizer().decode
         template = "{{ messages[0]['content'] }}|{{ tools | length }}|{{ style }}|{{ add_generation_prompt }}"
