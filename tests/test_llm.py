@@ -276,9 +276,7 @@ class TestConstruction:
             raise LocalEntryNotFoundError("no network")
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-        with pytest.raises(
-            ValueError, match=r"'Qwen/Qwen3-0\.6B' is no local directory.*check the name and the network"
-        ):
+        with pytest.raises(ValueError, match=r"'Qwen/Qwen3-0\.6B' is no local directory.*check the name, the network"):
             make_llm("Qwen/Qwen3-0.6B")
 
     def test_what_needs_no_weights_fetches_none(

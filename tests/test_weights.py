@@ -411,8 +411,16 @@ class TestResolveModel:
             raise kind("Got: ConnectError: Name or service not known\nmore")
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-        with pytest.raises(ValueError, match=r"'Qwen/Qwen3-0\.6B'.*ConnectError.*pass a local directory"):
+        with pytest.raises(ValueError, match=r"'Qwen/Qwen3-0\.6B'.*ConnectError.* more\).*pass a local directory"):
             resolve_model("Qwen/Qwen3-0.6B")
+
+    def test_a_gated_model_says_what_it_wants(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def snapshot_download(name: str, **options: Any) -> str:
+            raise OSError("401 Client Error.\n\nCannot access gated repo.\nAccess is restricted. Please log in.")
+
+        monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+        with pytest.raises(ValueError, match=r"Cannot access gated repo\. .*Please log in.*HF_TOKEN, or pass a local"):
+            resolve_model("meta-llama/Llama-3.1-8B-Instruct")
 
     def test_without_the_hub_what_another_engine_has_cached_is_used(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -56,14 +56,15 @@ def resolve_model(model: str | Path, patterns: list[str] = HUB_PATTERNS) -> Path
     try:
         return Path(snapshot_download(str(model), allow_patterns=patterns, ignore_patterns=HUB_IGNORED))
     except Exception as error:  # those of the hub, of its HTTP library, of the disk
-        reason = str(error).strip().split("\n")[0]
+        reason = " ".join(str(error).split())  # what a gated model wants stands in later lines
         if (cached := getattr(error, "snapshot_path", None)) is not None:
             # No network, and not all matching files were fetched before; one that is needed is named where it is read.
             logger.warning("model %r: %s", str(model), reason)
             return Path(cached)
         raise ValueError(
             f"model {str(model)!r} is no local directory, and fetching it from the Hugging Face hub failed "
-            f"({type(error).__name__}: {reason}); check the name and the network, or pass a local directory"
+            f"({type(error).__name__}: {reason}); check the name, the network and (gated or private models) HF_TOKEN, "
+            "or pass a local directory"
         ) from error
 
 
