@@ -290,10 +290,16 @@ class TestConstruction:
 
         monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
         make_llm("Qwen/Qwen3-0.6B")
+        assert fetched == [False, True]  # what is not supported is refused before its weights are fetched
         make_llm("Qwen/Qwen3-0.6B", load_format="dummy")
         (tmp_path / "in.jsonl").write_text("")
         dry_run(tmp_path / "in.jsonl", "Qwen/Qwen3-0.6B", quiet=True)
-        assert fetched == [True, False, False]
+        assert fetched == [False, True, False, False]
+        model_dir = tmp_path
+        (tmp_path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
+        with pytest.raises(ValueError, match="GPT2LMHeadModel"):
+            make_llm("openai-community/gpt2")
+        assert fetched == [False, True, False, False, False]
 
     def test_a_missing_tokenizer_is_a_clear_error(self, tmp_path: Path, make_llm: MakeLLM) -> None:
         make_tiny_model(tmp_path, tokenizer=False)

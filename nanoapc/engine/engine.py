@@ -43,13 +43,7 @@ from nanoapc.engine.transfer import PinnedTransfer, Transfer
 from nanoapc.inputs import InputProcessor
 from nanoapc.kernels import FixedWorkKernels, select_kernels
 from nanoapc.layers.sampler import Sampler, SamplerState, make_state, request_seed
-from nanoapc.models.checkpoint import (
-    HUB_PATTERNS,
-    TOKENIZER_PATTERNS,
-    load_tokenizer,
-    resolve_model,
-    why_unreadable,
-)
+from nanoapc.models.checkpoint import TOKENIZER_PATTERNS, load_tokenizer, resolve_model, why_unreadable
 from nanoapc.models.config import ModelConfig
 from nanoapc.models.decoder import CausalLM
 from nanoapc.models.weights import WeightsDigest, check_weights, load_model, replace_weights
@@ -80,7 +74,11 @@ class Engine:
         self.config = config
         log_events = configure_logging()
         self.metrics_file = MetricsFile(config.metrics_file) if config.metrics_file else None
-        directory = resolve_model(config.model, TOKENIZER_PATTERNS if config.load_format == "dummy" else HUB_PATTERNS)
+        directory = resolve_model(config.model, TOKENIZER_PATTERNS)
+        if config.load_format != "dummy":
+            # What cannot run is refused before its weights are fetched.
+            ModelConfig.from_directory(directory, "float32")
+            directory = resolve_model(config.model)
         self.model_config = ModelConfig.from_directory(directory, config.dtype)
         self.device = _device(config.device)
         self.inputs = make_inputs(config, directory, self.model_config)
