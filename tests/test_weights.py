@@ -136,11 +136,20 @@ class TestFiles:
                 return Path.touch, (marker,)
 
         (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Payload()))
-        with pytest.raises(ValueError, match=r"no weights in safetensors: pytorch_model\.bin could run code"):
+        with pytest.raises(
+            ValueError, match=r"no weights in safetensors: pytorch_model\.bin could run code.*; convert"
+        ):
             load_tiny(tmp_path)
         (tmp_path / "kept").rename(tmp_path / "model.safetensors")
         assert_logits(tmp_path, expected)
         assert not marker.exists()
+
+    def test_weights_in_another_format_are_to_be_converted(self, tmp_path: Path) -> None:
+        save(tmp_path, file="kept")  # from the hub, other formats are not even fetched
+        with pytest.raises(
+            ValueError, match=r"safetensors, the only format that is read; convert pickled or GGUF files"
+        ):
+            load_tiny(tmp_path)
 
 
 class TestTensors:

@@ -126,8 +126,8 @@ def tensor_files(directory: Path) -> dict[str, Path]:
         raise ValueError(f"{directory} has {len(files)} safetensors files and no {INDEX} that tells which to read")
     if not files:
         pickled = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
-        why = f": {', '.join(pickled)} could run code when opened; convert to safetensors" if pickled else ""
-        raise ValueError(f"{directory} holds no weights in safetensors{why}")
+        why = f": {', '.join(pickled)} could run code when opened" if pickled else ", the only format that is read"
+        raise ValueError(f"{directory} holds no weights in safetensors{why}; convert pickled or GGUF files to it")
     with _open(files[0]) as file:
         return dict.fromkeys(file.keys(), files[0])
 
