@@ -101,9 +101,7 @@ class LLM:
         The model's chat template (or `chat_template`) makes the prompt; it brings the BOS token, if there is one.
         """
         if not isinstance(chat_template_kwargs, Mapping | None):
-            raise ValueError(
-                f"chat_template_kwargs={chat_template_kwargs!r}: must be a dict, such as {{'name': value}}"
-            )
+            raise ValueError(f"chat_template_kwargs={chat_template_kwargs!r}: must be a dict, {{'name': value}}")
         options = {
             "add_generation_prompt": add_generation_prompt,
             "continue_final_message": continue_final_message,
@@ -130,7 +128,8 @@ class LLM:
         call.source = groups(sequences, 2 * self.engine.config.max_num_seqs)
         call.pending = {request.request_id: request for request in requests}
         outputs: list[RequestOutput] = []
-        with make_bar(use_tqdm, total=len(requests), desc="Processed prompts") as bar, closing(self._serve(call)) as served:
+        served = self._serve(call)
+        with make_bar(use_tqdm, total=len(requests), desc="Processed prompts") as bar, closing(served):
             speed = Speed(bar)
             for output in served:
                 if output.error is not None and output.error.startswith(BROKEN_LOGITS):
