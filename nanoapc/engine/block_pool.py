@@ -24,12 +24,11 @@ key), appends blocks without a key to the tail, and does not know what waits.
 from __future__ import annotations
 
 from bisect import bisect_left, insort_left
+from collections import Counter
 from collections.abc import Iterator
 from itertools import chain
 from operator import attrgetter
 from typing import TYPE_CHECKING
-
-import numpy as np
 
 if TYPE_CHECKING:
     from nanoapc.engine.events import Events
@@ -374,10 +373,7 @@ class BlockPool:
         assert len(queued) == len(set(map(id, queued))) == self.num_free_blocks, "a block is queued twice"
         for queue in (self.free, self.spared):
             assert all(b.queue is queue and b.next.previous is b and b.previous.next is b for b in queue)
-        references = np.zeros(len(self.blocks), int)
-        for table in tables:
-            for block in table:
-                references[block.block_id] += 1
+        references = Counter(block.block_id for block in chain.from_iterable(tables))
         for block in self.blocks:
             assert block.ref_count == references[block.block_id], f"{block} is used {references[block.block_id]} times"
             assert (block.queue is None) == (block.ref_count > 0), f"{block} is in use and free"
@@ -385,15 +381,14 @@ class BlockPool:
                 assert any(b is block for b in block.prefix.blocks), f"{block} is not where its prefix looks"
                 spared = block.prefix.key in self.wanted
                 assert block.queue is None or (block.queue is self.spared) == spared, f"{block} in the wrong queue"
-        children: dict[int, int] = {}
         for key, prefixes in self.index.items():
             for prefix in prefixes:
                 assert prefix.parent is not None and prefix.key == key and (prefix.blocks or prefix.num_children)
                 assert all(b.prefix is prefix for b in prefix.blocks)
                 assert (prefix in (prefix.parent.cached or ())) == bool(prefix.blocks)
-                children[id(prefix.parent)] = children.get(id(prefix.parent), 0) + 1
+        children = Counter(id(prefix.parent) for prefix in self.prefixes())
         for prefix in (self.root, *self.prefixes()):
-            assert prefix.num_children == children.get(id(prefix), 0), "children are miscounted"
+            assert prefix.num_children == children[id(prefix)], "children are miscounted"
             labels = [child.label for child in prefix.cached or ()]
             assert labels == sorted(set(labels)), "cached children are out of order"
 
