@@ -166,11 +166,9 @@ class SamplingParams:
 
 
 @lru_cache(maxsize=1024)  # requests by the thousand have the same words
-def _bad_words_ids(words: tuple[str, ...], reference: weakref.ref[Any]) -> tuple[tuple[int, ...], ...]:
-    """See `SamplingParams.bad_words_ids`. A weak reference: what is kept here keeps no tokenizer."""
-    tokenizer = reference()
-    assert tokenizer is not None
-    encode = partial(tokenizer.encode, add_special_tokens=False)
+def _bad_words_ids(words: tuple[str, ...], tokenizer: Callable[[], Any]) -> tuple[tuple[int, ...], ...]:
+    """See `SamplingParams.bad_words_ids`. tokenizer: a weak reference, as what is kept here is to keep no tokenizer."""
+    encode = partial(tokenizer().encode, add_special_tokens=False)
     sequences: dict[tuple[int, ...], None] = {}
     other = encode("§")  # a text that merges with nothing
     for word in words:
