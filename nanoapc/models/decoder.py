@@ -108,8 +108,8 @@ class CausalLM(Layer):
 
     @classmethod
     def variant(cls, raw: Mapping[str, Any]) -> Variant:
-        """What this family makes of a config.json (defaults filled in)."""
-        raise NotImplementedError
+        """What this family makes of a config.json (defaults filled in); the plain decoder, unless it says more."""
+        return Variant()
 
     def forward(self, token_ids: Tensor, kv_memory: Tensor, plan: AttentionPlan) -> Tensor:
         """One step: computes T tokens, writes their K and V, returns their hidden states.
