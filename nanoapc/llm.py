@@ -132,7 +132,7 @@ class LLM:
         with make_bar(use_tqdm, total=len(requests), desc="Processed prompts") as bar, closing(served):
             speed = Speed(bar)
             for output in served:
-                if output.error is not None and output.error.startswith(BROKEN_LOGITS):
+                if (output.error or "").startswith(BROKEN_LOGITS):
                     raise RuntimeError(f"no token can be sampled for prompt {output.index}: {output.error}")
                 outputs.append(output)
                 speed.count(output)

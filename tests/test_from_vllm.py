@@ -287,21 +287,6 @@ class TestToolCalls:
         llm.chat([{**ASKED, "name": None, "tool_call_id": None}], greedy(1), use_tqdm=False)
         assert seen == [[ASKED]]
 
-    def test_lists_may_be_arrays(self, make_llm: MakeLLM) -> None:
-        """As pandas reads them from a Parquet file, at any depth."""
-        llm, part = make_llm(), {"type": "text", "text": "a"}
-        call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
-        lists = [
-            {"role": "assistant", "content": [part, part], "tool_calls": calls} for calls in ([], [call], [call] * 2)
-        ]
-        arrays = [
-            {k: v if isinstance(v, str) else np.array(v, dtype=object) for k, v in message.items()} for message in lists
-        ]
-        template = "{% for m in messages %}{{ m.content }}{{ m.tool_calls | default([]) | length }};{% endfor %}"
-        options: dict[str, Any] = {"use_tqdm": False, "chat_template": template}
-        outputs = llm.chat([lists, np.array(arrays, dtype=object)], greedy(1), **options)
-        assert [output.prompt for output in outputs] == ["a\na0;a\na1;a\na2;"] * 2
-
     @pytest.mark.parametrize(
         ("arguments", "shown"),
         [('{"a": 1}', '{"a": 1}'), ({"a": 1}, '{"a": 1}'), *((x, "{}") for x in ("", None, "{x", "[1]", "5"))],

@@ -1109,18 +1109,20 @@ class TestChat:
         second = llm.chat(more, greedy(), use_tqdm=False)[0]
         assert first.num_cached_tokens == 0 and second.num_cached_tokens >= len(first.prompt_token_ids)
 
-    def test_arrays_are_lists_as_pandas_reads_them_from_parquet(self, make_llm: MakeLLM) -> None:
+    @pytest.mark.parametrize("num_calls", [0, 1, 2])
+    def test_arrays_are_lists_as_pandas_reads_them_from_parquet(self, num_calls: int, make_llm: MakeLLM) -> None:
         def array(items: list[Any]) -> Any:
             held = np.empty(len(items), object)
             held[:] = items
             return held
 
-        calls = [{"type": "function", "function": {"name": name, "arguments": "{}"}} for name in "fg"]
+        calls = [{"type": "function", "function": {"name": name, "arguments": "{}"}} for name in "fg"[:num_calls]]
         parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
 
         def conversation(kind: Any) -> Any:
-            call = {"role": "assistant", "content": None, "tool_calls": kind(calls)}
-            return kind([{"role": "user", "content": kind(parts)}, call, *MESSAGES])
+            answer = {"role": "assistant", "content": kind(parts), "tool_calls": kind(calls)}
+            call = [{**answer, "content": None}] if calls else []
+            return kind([{"role": "user", "content": kind(parts)}, *call, answer, *MESSAGES])
 
         llm = make_llm(max_model_len=512)
         template = "{% for m in messages %}{{ m.content }}|{{ m.tool_calls | length }}|{% endfor %}"
@@ -1129,7 +1131,8 @@ class TestChat:
                 [output.prompt for output in llm.chat(many(kind), greedy(), use_tqdm=False, chat_template=template)]
                 for kind in (list, array)
             ]
-            assert prompts[0] == prompts[1] and prompts[0][0].startswith("a\nb|0||2|")
+            expected = f"a\nb|0|{f'|{num_calls}|' if calls else ''}a\nb|{num_calls}|"
+            assert prompts[0] == prompts[1] and all(prompt.startswith(expected) for prompt in prompts[0])
 
     def test_options_of_the_template_must_have_names(self, make_llm: MakeLLM) -> None:
         for given in ('{"enable_thinking": false}', ["enable_thinking"]):
